@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.bench.bound import covered_positions
-from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue
+from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue, DonorQuery
 from kvgraft.types import Namespace
 from shared_text import SHARED_TEXT
 
@@ -109,8 +109,8 @@ def bench_lookup(num_donors: int, donor_tokens: int) -> dict[str, Any]:
         found, seconds = 0, []
         for _ in range(REPEATS):
             prompt = make(rng, texts)
-            seconds.append(timed(lambda prompt=prompt: catalogue.find(NAMESPACE, prompt)))
-            found += sum(match.length for match in catalogue.find(NAMESPACE, prompt))
+            seconds.append(timed(lambda prompt=prompt: catalogue.find(DonorQuery(NAMESPACE, prompt))))
+            found += sum(match.length for match in catalogue.find(DonorQuery(NAMESPACE, prompt)))
         result[name] = percentiles(seconds) | {"matched_tokens": found // REPEATS}
     long_texts = random_tokens(rng, 50, PROMPT_TOKENS)
     result["register_32k"] = percentiles([timed(lambda t=t: catalogue.add(NAMESPACE, t, None)) for t in long_texts])
@@ -168,8 +168,8 @@ def bench_hostile() -> dict[str, dict[str, float]]:
         catalogue = DonorCatalogue(sum(map(len, texts)), secret=SECRET)
         for text in texts:
             catalogue.add(NAMESPACE, text, None)
-        seconds = [timed(lambda: catalogue.find(NAMESPACE, prompt)) for _ in range(20)]  # noqa: B023
-        result[name] = percentiles(seconds) | {"matches": len(catalogue.find(NAMESPACE, prompt))}
+        seconds = [timed(lambda: catalogue.find(DonorQuery(NAMESPACE, prompt))) for _ in range(20)]  # noqa: B023
+        result[name] = percentiles(seconds) | {"matches": len(catalogue.find(DonorQuery(NAMESPACE, prompt)))}
     return result
 
 
@@ -182,7 +182,7 @@ def bench_shared(name: str, seeds: Sequence[int], num_prompts: int = 300) -> dic
         masks = []
         for prompt in prompts:
             masks.append(np.zeros(len(prompt), np.bool_))
-            for match in catalogue.find(NAMESPACE, prompt):
+            for match in catalogue.find(DonorQuery(NAMESPACE, prompt)):
                 target = slice(match.target_start, match.target_end)
                 donor = catalogue.get(match.donor_id).token_ids
                 wrong += int((donor[match.donor_start :][: match.length] != prompt[target]).sum())

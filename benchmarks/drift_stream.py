@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.config import EngineConfig
+from kvgraft.donors import DonorQuery
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.idle.healing import MOST_ROWS
@@ -130,7 +131,9 @@ class Arm:
         """Tokens of a prompt that its exact prefix and donors of at most `generation` have."""
         request = self.engine.builder.build(prompt)
         prefix_len = min(self.engine.manager.look(request).total, len(prompt) - 1)
-        found = self.engine.space.donors.find(request.namespace, prompt, start=prefix_len, max_generation=generation)
+        found = self.engine.space.donors.find(
+            DonorQuery(request.namespace, prompt, start=prefix_len, max_generation=generation)
+        )
         return prefix_len + sum(match.length for match in found)
 
     def _answer(self, prompt: TokenArray) -> RequestOutput:

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.memory.store.checksums import page_checksums
 from kvgraft.memory.store.file import FileStore
 from kvgraft.memory.store.record import DonorRecord, encode_head, space_name
@@ -90,7 +90,7 @@ def _lookup(catalogue: DonorCatalogue) -> float:
     donor = next(iter(catalogue))
     prompt = np.concatenate([tokens_of(1 << 30)[:7], donor.token_ids])
     begun = time.perf_counter()
-    matches = catalogue.find(_NAMESPACE, prompt)
+    matches = catalogue.find(DonorQuery(_NAMESPACE, prompt))
     seconds = time.perf_counter() - begun
     if sum(match.length for match in matches) < TOKENS:
         raise SystemExit("a donor that the catalogue has was not found")

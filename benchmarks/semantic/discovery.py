@@ -35,7 +35,7 @@ from suites import suites
 from tokenizers import Tokenizer
 
 import kvgraft.models
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.errors import KVGraftError
 from kvgraft.semantic import CosineIndex, Discovery, DonorProposer, create_embedder, unit_rows
 from kvgraft.types import Namespace
@@ -169,11 +169,11 @@ def proposals(embedder: Embedder, piece: int, *, lost: bool) -> dict[str, Any]:
         ]
         prompt = np.concatenate([each for pair in parts for each in pair])
         asked += piece * len(places)
-        alone_ms.append(timed(lambda prompt=prompt: catalogue.find(NAMESPACE, prompt)))
-        alone += sum(match.length for match in catalogue.find(NAMESPACE, prompt))
+        alone_ms.append(timed(lambda prompt=prompt: catalogue.find(DonorQuery(NAMESPACE, prompt))))
+        alone += sum(match.length for match in catalogue.find(DonorQuery(NAMESPACE, prompt)))
 
         def with_proposals(prompt: Any = prompt) -> list[Any]:  # noqa: ANN401 - token ids
-            return catalogue.find(NAMESPACE, prompt, proposed=proposer.propose(NAMESPACE, prompt))
+            return catalogue.find(DonorQuery(NAMESPACE, prompt, proposed=proposer.propose(NAMESPACE, prompt)))
 
         helped_ms.append(timed(with_proposals))
         helped += sum(match.length for match in with_proposals())

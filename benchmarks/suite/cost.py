@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvgraft.bench.ttft import ONE_TOKEN, Draws, GraftAs, RoundShape, measure_round
-from kvgraft.donors import CostModel, DonorCatalogue, plan_graft
+from kvgraft.donors import CostModel, DonorCatalogue, DonorQuery, plan_graft
 from kvgraft.graft.executor import RotatedSpans, SpanCopy, copy_spans
 from kvgraft.memory.pool import SlotPool
 from kvgraft.types import Namespace, RepairTime, ReuseMode
@@ -117,7 +117,7 @@ class _CostOfLength:
 
     def _look_up(self, prompt: np.ndarray) -> float:
         started = time.perf_counter()
-        matches = self._catalogue.find(_NAMESPACE, prompt)
+        matches = self._catalogue.find(DonorQuery(_NAMESPACE, prompt))
         plan_graft(len(prompt), 0, matches, CostModel(copy_per_token=0.0, per_span=0.0))
         return time.perf_counter() - started
 

@@ -14,6 +14,7 @@ from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
+from kvgraft.donors import DonorQuery
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.core import Engine
 from kvgraft.engine.idle import healing
@@ -131,7 +132,7 @@ class TestHealed:
         assert healer_of(llm).num_requests == 1
         assert not approximate(llm)
         text = text_of(prompt, output)
-        novel = llm.space.donors.find(namespace_of(llm, prompt), text[150:])
+        novel = llm.space.donors.find(DonorQuery(namespace_of(llm, prompt), text[150:]))
         assert len(novel) == 1, "one donor, in however many pieces it was computed"
         assert assert_donors_are_exact(llm.adapter, llm.space, [text])
 

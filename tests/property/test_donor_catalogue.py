@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvgraft.donors import GRAM_TOKENS, GUARANTEED_RUN, CostModel, DonorCatalogue, plan_graft
+from kvgraft.donors import GRAM_TOKENS, GUARANTEED_RUN, CostModel, DonorCatalogue, DonorQuery, plan_graft
 from kvgraft.errors import CapacityError
 from kvgraft.types import GraftPlan, Namespace
 
@@ -148,7 +148,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             for donor in self.model.values()
             if donor.namespace == namespace and (limit is None or donor.generation <= limit)
         ]
-        matches = self.catalogue.find(namespace, prompt, start=start, max_generation=limit)
+        matches = self.catalogue.find(DonorQuery(namespace, prompt, start=start, max_generation=limit))
         self.check_matches(prompt, matches, start, admitted)
         is_hidden = self.was_crowded and limit is not None
         if not self.catalogue.finder.num_displaced and not self.may_miss and not is_hidden:

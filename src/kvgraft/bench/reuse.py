@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.bench.bound import PrefixSet, covered_positions
-from kvgraft.donors import GRAM_TOKENS, CostModel, DonorCatalogue, plan_graft
+from kvgraft.donors import GRAM_TOKENS, CostModel, DonorCatalogue, DonorQuery, plan_graft
 from kvgraft.types import GraftPlan, Namespace
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class _Replay:
         if prefix_len < self._min_run:
             prefix_len = 0
         started = time.perf_counter()
-        matches = self._catalogue.find(_NAMESPACE, tokens, start=prefix_len)
+        matches = self._catalogue.find(DonorQuery(_NAMESPACE, tokens, start=prefix_len))
         plan = plan_graft(len(tokens), prefix_len, matches, _ALWAYS_WORTH_IT, min_run=self._min_run)
         tally.lookup_s.append(time.perf_counter() - started)
         reused = prefix_len

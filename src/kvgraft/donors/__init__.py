@@ -9,6 +9,7 @@ from kvgraft.donors.catalogue import BYTES_PER_TOKEN, AddResult, DonorCatalogue,
 from kvgraft.donors.donor import Donor, DonorText
 from kvgraft.donors.fingerprint import GRAM_TOKENS, GUARANTEED_RUN
 from kvgraft.donors.planner import CostModel, plan_graft
+from kvgraft.donors.query import DonorQuery
 from kvgraft.donors.secret import new_secret, set_process_secret
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "CostModel",
     "Donor",
     "DonorCatalogue",
+    "DonorQuery",
     "DonorText",
     "DonorWatcher",
     "new_secret",

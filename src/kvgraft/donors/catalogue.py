@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
 from kvgraft.config import check_host_memory
 from kvgraft.donors.donor import Donor
 from kvgraft.donors.eviction import DonorQueue
 from kvgraft.donors.finder import MatchFinder, id_in_row, row_of
-from kvgraft.donors.fingerprint import GRAM_TOKENS, Tokens
+from kvgraft.donors.fingerprint import GRAM_TOKENS
 from kvgraft.donors.front import FRONT_BYTES
+from kvgraft.donors.query import DonorQuery, as_tokens
 from kvgraft.donors.secret import SECRET_BYTES, process_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
@@ -152,46 +152,20 @@ class DonorCatalogue:
         """Report donors that come and go from now on to `watcher`."""
         self._watchers.append(watcher)
 
-    def find(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        token_ids: ArrayLike,
-        *,
-        start: int = 0,
-        max_generation: int | None = None,
-        proposed: Collection[DonorId] = (),
-        with_stored: bool = True,
-    ) -> list[Match]:
-        """Find the tokens from `start` on that donors have, at any offset. Changes nothing.
+    def find(self, query: DonorQuery) -> list[Match]:
+        """Find the tokens of a prompt that donors have, at any offset. Changes nothing.
 
         Every run of at least 32 tokens that the prompt shares with a donor is found, unless newer text displaced
         its anchors; of shorter ones, down to `min_run`, some are. A donor that was computed exactly, after the same tokens
         as in the prompt, is taken before any other, as far as it reaches: it costs no fidelity.
 
-        Args:
-            namespace: Only its donors are considered.
-            token_ids: The prompt.
-            start: Length of the exact prefix; matches are clipped to what follows.
-            max_generation: Highest generation of a donor; None for any.
-            proposed: Donors that may have some of the text although the indexes have lost it. Their anchors are compared with
-                the prompt's directly, in O(n log n) of their tokens; those of other namespaces, of a higher generation and
-                those that are gone are ignored.
-            with_stored: Whether donors count that were added as far. Of equal runs of one generation the nearer one is taken.
-
         Returns:
             Sorted, disjoint matches of at least `min_run` tokens, few and long ones preferred.
 
         Raises:
-            ConfigError: `token_ids` are not a one-dimensional sequence of 32-bit integers.
+            ConfigError: The tokens are not a one-dimensional sequence of 32-bit integers.
         """
-        return self.finder.find(
-            namespace.key,
-            _as_tokens(token_ids),
-            start=start,
-            max_generation=max_generation,
-            proposed=proposed,
-            with_stored=with_stored,
-        )
+        return self.finder.find(query)
 
     def inside(
         self, namespace: Namespace | KeyedNamespace, token_ids: ArrayLike, *, min_generation: int
@@ -202,7 +176,7 @@ class DonorCatalogue:
 
         Complexity: O(n), and the tokens of what is proposed.
         """
-        ids = self.finder.inside(namespace.key, _as_tokens(token_ids), min_generation=min_generation)
+        ids = self.finder.inside(namespace.key, as_tokens(token_ids), min_generation=min_generation)
         return [self._entries[donor_id].donor for donor_id in ids]
 
     def add(  # noqa: PLR0913 - what there is to say of a donor
@@ -238,7 +212,7 @@ class DonorCatalogue:
             raise ConfigError(
                 f"front must have {FRONT_BYTES} bytes or none, not {len(front)}; front_digest() makes one"
             )
-        tokens = _as_tokens(token_ids).copy()
+        tokens = as_tokens(token_ids).copy()
         tokens.flags.writeable = False
         if len(tokens) < GRAM_TOKENS:
             return AddResult(None, ())
@@ -411,14 +385,3 @@ class DonorCatalogue:
             self._epochs.append(self._first_epoch)
         row = self._free_rows[-1]
         return id_in_row(row, self._epochs[row])
-
-
-def _as_tokens(token_ids: ArrayLike) -> Tokens:
-    """Return int32 tokens; refuse what would change value, for a wrapped id would match another token."""
-    given = np.asarray(token_ids)
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        raise ConfigError("token ids must be a one-dimensional sequence of integers")
-    tokens: Tokens = given.astype(np.int32, copy=False)
-    if tokens is not given and (tokens != given).any():
-        raise ConfigError("token ids must fit into 32 bits")
-    return tokens

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvgraft.donors.donor import Donor
     from kvgraft.donors.fingerprint import Positions
     from kvgraft.donors.postings import Hits
+    from kvgraft.donors.query import DonorQuery
 
 _MOST_OFFSETS = 16
 """Places at which a text is compared with a donor as a whole; periodic text proposes many, and the first mostly fits."""
@@ -172,21 +173,14 @@ class MatchFinder:
         self._tenants.clear()
         self._is_far[:] = False
 
-    def find(
-        self,
-        namespace_key: bytes,
-        tokens: Tokens,
-        *,
-        start: int,
-        max_generation: int | None,
-        proposed: Collection[DonorId],
-        with_stored: bool,
-    ) -> list[Match]:
+    def find(self, query: DonorQuery) -> list[Match]:
         """See `DonorCatalogue.find`."""
+        namespace_key, tokens, start = query.namespace.key, query.tokens, query.start
         tenant = self._tenants.get(namespace_key)
         if tenant is None or len(tokens) - start < self._min_run:
             return []
-        runs = self._runs(tokens, start, proposed, _Admission(tenant, max_generation, with_stored))
+        admission = _Admission(tenant, query.max_generation, query.with_stored)
+        runs = self._runs(tokens, start, query.proposed, admission)
         runs = runs.clipped(start, self._min_run)
         if not runs.num_runs:
             return []

@@ -40,7 +40,7 @@ from kvgraft.prefix import (
     create_tree_cache,
 )
 from kvgraft.reuse.donor_rules import DonorRules
-from kvgraft.reuse.lookup import Lookup, ResidentDonors
+from kvgraft.reuse.lookup import Lookup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -240,7 +240,7 @@ def cache_manager(
             assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
             hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
             slots = sliding = SlidingWindows(hybrid)
-            request_donors = HostDonors(hybrid, rules(space.donors, finder=ResidentDonors(space.donors)), sliding)
+            request_donors = HostDonors(hybrid, rules(space.donors), sliding)
         elif adapter.states is not None:
             assert isinstance(prefix, StateRadixCache), "states are planned for a prefix cache that knows them"
             space = with_states = _space_with_states(adapter.pool, adapter.states, prefix, sizes)
@@ -263,7 +263,6 @@ def cache_manager(
         min_run=config.min_run,
         max_generation=config.max_generation,
         proposer=proposer,
-        near=ResidentDonors(space.donors),
     )
     flops = ModelFlops.of_model(adapter.model, adapter.layers)
     if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):

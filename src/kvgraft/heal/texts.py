@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.donors.front import Fronts
 from kvgraft.errors import CapacityError
 from kvgraft.events import AllBlocksCleared, BlockStored
@@ -295,7 +295,7 @@ class Texts:
         """
         start = 0 if front is None else len(front)
         prompt = text.token_ids if front is None else np.concatenate([front, text.token_ids])
-        matches = self._held.find(text.namespace, prompt, start=start, max_generation=0)
+        matches = self._held.find(DonorQuery(text.namespace, prompt, start=start, max_generation=0))
         exact = [match for match in matches if front is None or match.fidelity is Fidelity.EXACT]
         return len(text.token_ids) - sum(match.length for match in exact) < _LEAST_NEW_TOKENS
 

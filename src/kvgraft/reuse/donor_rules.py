@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvgraft.donors import DonorQuery
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -28,7 +30,7 @@ class DonorRules:
             catalogue: Of the donors.
             min_run: Shortest text that becomes a donor.
             max_generation: Highest generation of a donor.
-            finder: Finds those with K/V that are there, where the catalogue alone does not know it.
+            finder: Finds donors with K/V that are there, where the catalogue alone does not know it.
         """
         self._catalogue = catalogue
         self._min_run = min_run
@@ -46,10 +48,9 @@ class DonorRules:
     def is_known(
         self, namespace: Namespace | KeyedNamespace, token_ids: NDArray[np.integer[Any]], generation: int
     ) -> bool:
-        """Return whether donors of at most `generation` have the text; see `covers`."""
-        return self.covers(
-            self._finder.find(namespace, token_ids, max_generation=generation), len(token_ids), generation
-        )
+        """Return whether resident donors of at most `generation` have the text; see `covers`."""
+        known = self._finder.find(DonorQuery(namespace, token_ids, max_generation=generation, with_stored=False))
+        return self.covers(known, len(token_ids), generation)
 
     def covers(self, matches: Iterable[Match], num_tokens: int, generation: int) -> bool:
         """Return whether donors of at most `generation` have a text, all but less than the shortest run.

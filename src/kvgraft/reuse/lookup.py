@@ -6,12 +6,11 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvgraft.donors import plan_graft
+from kvgraft.donors import DonorQuery, plan_graft
 from kvgraft.reuse.failures import miss_of
 from kvgraft.types import GraftPlan, Miss, MissReason
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import CostModel
-    from kvgraft.types import DonorId, KeyedNamespace, Match, Namespace
+    from kvgraft.types import DonorId, Match, Namespace
 
     Cut = Callable[[Sequence[Match], int, int], Sequence[Match]]
     """Shrinks matches to what an engine can load, given them, the exact prefix and the number of tokens."""
@@ -44,56 +43,8 @@ class DonorFinder(Protocol):
     def __len__(self) -> int:
         """Number of donors."""
 
-    def find(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        token_ids: NDArray[np.integer[Any]],
-        *,
-        start: int = 0,
-        max_generation: int | None = None,
-        proposed: Collection[DonorId] = (),
-    ) -> Sequence[Match]:
+    def find(self, query: DonorQuery) -> Sequence[Match]:
         """See `DonorCatalogue.find`."""
-
-
-class TieredFinder(DonorFinder, Protocol):
-    """A `DonorFinder` that can leave stored donors out."""
-
-    def find(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        token_ids: NDArray[np.integer[Any]],
-        *,
-        start: int = 0,
-        max_generation: int | None = None,
-        proposed: Collection[DonorId] = (),
-        with_stored: bool = True,
-    ) -> Sequence[Match]:
-        """See `DonorCatalogue.find`."""
-
-
-class ResidentDonors:
-    """The resident donors of a finder."""
-
-    def __init__(self, catalogue: TieredFinder) -> None:
-        self._catalogue = catalogue
-
-    def __len__(self) -> int:
-        return len(self._catalogue)
-
-    def find(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        token_ids: NDArray[np.integer[Any]],
-        *,
-        start: int = 0,
-        max_generation: int | None = None,
-        proposed: Collection[DonorId] = (),
-    ) -> Sequence[Match]:
-        """See `DonorCatalogue.find`."""
-        return self._catalogue.find(
-            namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed, with_stored=False
-        )
 
 
 class Proposer(Protocol):
@@ -147,7 +98,6 @@ class Lookup:
         deadline_ms: float = math.inf,
         cut: Cut | None = None,
         proposer: Proposer | None = None,
-        near: DonorFinder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare.
@@ -162,7 +112,6 @@ class Lookup:
             cut: Shrinks matches to what the engine can load; None if it can load any.
             proposer: Names donors that the indexes may have lost; None for none. Not where plans must depend on nothing but
                 prompt and donors: it answers when it is ready.
-            near: Finds resident donors (`ResidentDonors`), where not all of `donors` are.
             clock: Seconds.
         """
         self.num_errors = 0
@@ -174,7 +123,6 @@ class Lookup:
         self._min_saved_tokens = min_saved_tokens
         self._deadline_ms = deadline_ms
         self._cut = cut
-        self._near = near
         self._clock = clock
         self._recent_ms_per_token: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -186,7 +134,6 @@ class Lookup:
         costs: CostModel,
         *,
         start: int | None = None,
-        donors: DonorFinder | None = None,
         read_cost: ReadCost | None = None,
     ) -> Found:
         """Match and plan one prompt.
@@ -197,9 +144,8 @@ class Lookup:
             prefix_len: Tokens that have their K/V already: of the exact prefix, and of what the prompt goes on from.
             costs: What computing and copying cost.
             start: Matches before it are not looked for; None for `prefix_len`.
-            donors: Where matches are looked for, a part of all donors; None for all.
-            read_cost: Cost of reading a match besides, in the unit of `costs`, above 0 unless it is resident; None where all
-                are. Called several times.
+            read_cost: Cost of reading a match besides, in the unit of `costs`, above 0 unless it is resident; called several
+                times. None for resident donors alone.
         """
         if not len(self._donors):
             return Found(Miss(MissReason.NO_DONORS))
@@ -210,11 +156,13 @@ class Lookup:
         started = self._clock()
         try:
             first = prefix_len if start is None else start
-            matches = self._matches(self._donors if donors is None else donors, namespace, token_ids, first)
+            query = DonorQuery(namespace, token_ids, first, self.max_generation, with_stored=read_cost is not None)
+            matches = self._matches(query, namespace, token_ids)
             planned = self._plan(matches, prefix_len, len(token_ids), costs, read_cost)
-            if self._near is not None and read_cost is not None and _might_read(matches, prefix_len, read_cost):
-                near = self._near.find(namespace, token_ids, start=first, max_generation=self.max_generation)
-                filled = sorted([*near, *_between(matches, near, self._min_run)], key=lambda match: match.target_start)
+            if read_cost is not None and _might_read(matches, prefix_len, read_cost):
+                resident = self._donors.find(replace(query, with_stored=False))
+                between = _between(matches, resident, self._min_run)
+                filled = sorted([*resident, *between], key=lambda match: match.target_start)
                 other = self._plan(filled, prefix_len, len(token_ids), costs, read_cost)
                 planned = max(planned, other, key=lambda plan: _saved(plan, costs, read_cost))
         except Exception as error:
@@ -226,18 +174,17 @@ class Lookup:
         return Found(planned, matches, lookup_ms)
 
     def _matches(
-        self, donors: DonorFinder, namespace: Namespace, token_ids: NDArray[np.integer[Any]], start: int
+        self, query: DonorQuery, namespace: Namespace, token_ids: NDArray[np.integer[Any]]
     ) -> tuple[Match, ...]:
         """Matches of the indexes, and where these leave much out, with what is proposed."""
-        find = partial(donors.find, namespace, token_ids, start=start, max_generation=self.max_generation)
-        matches = tuple(find())
+        matches = tuple(self._donors.find(query))
         covered = sum(match.length for match in matches)
-        if self._proposer is None or len(token_ids) - start - covered <= self._min_run:
+        if self._proposer is None or len(token_ids) - query.start - covered <= self._min_run:
             return matches
         proposed = self._proposed(self._proposer, namespace, token_ids)
         if not proposed:
             return matches
-        more = tuple(find(proposed=proposed))
+        more = tuple(self._donors.find(replace(query, proposed=proposed)))
         found = sum(match.length for match in more) - covered
         self.proposals.donors += len(proposed)
         self.proposals.tokens += max(0, found)

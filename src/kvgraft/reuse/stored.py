@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from kvgraft.donors import DonorQuery
 from kvgraft.types import KeyedNamespace
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class StoredDonors:
         if not self._keys:
             return False
         namespace = KeyedNamespace(record.namespace_key)
-        matches = self._catalogue.find(namespace, record.token_ids, max_generation=record.generation)
+        matches = self._catalogue.find(DonorQuery(namespace, record.token_ids, max_generation=record.generation))
         return record.num_tokens - sum(m.length for m in matches if m.donor_id in self._keys) < self._min_run
 
     # What stores report.

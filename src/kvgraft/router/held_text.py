@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.errors import CapacityError
 from kvgraft.events import AllBlocksCleared, BlockStored
 from kvgraft.events.log import NAMESPACE_SALT
@@ -162,7 +162,7 @@ class HeldText:
         Where a text was computed after copies and stands after the same tokens, all before it is there as it was: the worker
         goes on from the end of that, and looks for nothing before.
         """
-        matches = self._texts.find(key, token_ids, start=exact)
+        matches = self._texts.find(DonorQuery(key, token_ids, start=exact))
         in_place = [match for match in matches if match.fidelity is not Fidelity.SHIFTED]
         reach = max([exact, *(match.target_end for match in in_place if match.donor_id in self._goes_on)])
         continued, shifted = reach - exact, 0
@@ -230,7 +230,7 @@ class HeldText:
     def _num_new(self, key: Namespace | KeyedNamespace, token_ids: ArrayLike) -> int:
         """Count the tokens of a text that no donor has."""
         tokens = np.asarray(token_ids)
-        return len(tokens) - sum(match.length for match in self._texts.find(key, tokens))
+        return len(tokens) - sum(match.length for match in self._texts.find(DonorQuery(key, tokens)))
 
     def _donor_stored(self, event: BlockStored) -> None:
         owner = donor_scope(event)

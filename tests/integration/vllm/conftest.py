@@ -45,8 +45,8 @@ def pytest_configure(config):
 def no_exact_fronts(monkeypatch):
     """Lookups take what donor and prompt begin with for moved text: it is exact then and treated like any graft."""
 
-    def find_moved(self, *args, find=DonorCatalogue.find, **kwargs):
-        return [replace(match, fidelity=Fidelity.SHIFTED) for match in find(self, *args, **kwargs)]
+    def find_moved(self, query, find=DonorCatalogue.find):
+        return [replace(match, fidelity=Fidelity.SHIFTED) for match in find(self, query)]
 
     monkeypatch.setattr(DonorCatalogue, "find", find_moved)
 

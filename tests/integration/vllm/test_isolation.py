@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engines import engine, text
+from kvgraft.donors import DonorQuery
 from kvgraft.integrations.vllm.scheduler.namespaces import namespace_of
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
@@ -134,10 +135,10 @@ def test_donors_of_other_namespaces_are_not_found(served):
     served.donate(HEAD + DOCUMENT + QUESTION)
     catalogue, prompt = served.scheduler.registry.catalogue, np.asarray(OTHER_HEAD + DOCUMENT)
     fingerprint = served.scheduler._facts.fingerprint
-    assert catalogue.find(namespace_of(_request(), fingerprint), prompt)
+    assert catalogue.find(DonorQuery(namespace_of(_request(), fingerprint), prompt))
     for other in (_request(lora="a"), _request(images=["x"]), _request(salt="s")):
-        assert not catalogue.find(namespace_of(other, fingerprint), prompt)
-    assert not catalogue.find(namespace_of(_request(), "another model"), prompt)
+        assert not catalogue.find(DonorQuery(namespace_of(other, fingerprint), prompt))
+    assert not catalogue.find(DonorQuery(namespace_of(_request(), "another model"), prompt))
 
 
 @pytest.mark.parametrize("kind", ["lora_request", "mm_features", "prompt_embeds", "skip_reading_prefix_cache"])

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue, new_secret, set_process_secret
+from kvgraft.donors import DonorCatalogue, DonorQuery, new_secret, set_process_secret
 from kvgraft.donors.fingerprint import Fingerprinter
 from kvgraft.donors.secret import process_secret
 from kvgraft.errors import CapacityError, ConfigError, CorruptCacheError
@@ -33,7 +33,7 @@ def ids(donors):
 
 def test_empty_catalogue_finds_nothing():
     catalogue = DonorCatalogue(100)
-    assert catalogue.find(NAMESPACE, make_text(100)) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(100))) == []
     assert (len(catalogue), catalogue.num_tokens, list(catalogue), list(catalogue.victims())) == (0, 0, [], [])
     assert catalogue.evict(10) == []
     catalogue.check()
@@ -42,7 +42,7 @@ def test_empty_catalogue_finds_nothing():
 def test_shifted_text_is_found_with_donor_and_offset():
     catalogue, (donor_id,) = make_catalogue(make_text(500))
     prompt = np.concatenate([make_text(33, seed=1), make_text(500)[100:400], make_text(20, seed=2)])
-    assert catalogue.find(NAMESPACE, prompt) == [Match(33, donor_id, 100, 300)]
+    assert catalogue.find(DonorQuery(NAMESPACE, prompt)) == [Match(33, donor_id, 100, 300)]
 
 
 def test_added_donor_keeps_what_it_was_given():
@@ -63,14 +63,14 @@ def test_added_donor_keeps_what_it_was_given():
 
 def test_matches_are_clipped_to_start():
     catalogue, (donor_id,) = make_catalogue(make_text(300))
-    assert catalogue.find(NAMESPACE, make_text(300), start=200) == [
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(300), start=200)) == [
         Match(200, donor_id, 200, 100, fidelity=Fidelity.EXACT)
     ]
-    assert catalogue.find(NAMESPACE, make_text(300), start=284) == [
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(300), start=284)) == [
         Match(284, donor_id, 284, 16, fidelity=Fidelity.EXACT)
     ]
-    assert catalogue.find(NAMESPACE, make_text(300), start=285) == []
-    assert catalogue.find(NAMESPACE, make_text(300), start=300) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(300), start=285)) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(300), start=300)) == []
 
 
 def test_clipped_rest_of_a_long_run_is_found_for_every_start():
@@ -78,24 +78,24 @@ def test_clipped_rest_of_a_long_run_is_found_for_every_start():
     prompt = np.concatenate([make_text(200), make_text(50, seed=1)])
     for start in range(185):
         expected = Match(start, donor_id, start, 200 - start, fidelity=Fidelity.EXACT)
-        assert catalogue.find(NAMESPACE, prompt, start=start) == [expected]
+        assert catalogue.find(DonorQuery(NAMESPACE, prompt, start=start)) == [expected]
 
 
 def test_namespaces_do_not_see_each_other():
     catalogue, _ = make_catalogue(make_text(200))
     other = Namespace("model", tenant_salt="b")
-    assert catalogue.find(other, make_text(200)) == []
+    assert catalogue.find(DonorQuery(other, make_text(200))) == []
     theirs = catalogue.add(other, make_text(200), None).donor
-    assert {match.donor_id for match in catalogue.find(other, make_text(200))} == {theirs.donor_id}
+    assert {match.donor_id for match in catalogue.find(DonorQuery(other, make_text(200)))} == {theirs.donor_id}
 
 
 def test_donors_above_max_generation_are_not_used():
     catalogue = DonorCatalogue(1_000)
     old = catalogue.add(NAMESPACE, make_text(200), None, generation=3).donor
-    assert catalogue.find(NAMESPACE, make_text(200), max_generation=2) == []
-    assert ids_of(catalogue.find(NAMESPACE, make_text(200), max_generation=3)) == [old.donor_id]
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(200), max_generation=2)) == []
+    assert ids_of(catalogue.find(DonorQuery(NAMESPACE, make_text(200), max_generation=3))) == [old.donor_id]
     exact = catalogue.add(NAMESPACE, make_text(200), None).donor
-    assert ids_of(catalogue.find(NAMESPACE, make_text(200))) == [exact.donor_id]
+    assert ids_of(catalogue.find(DonorQuery(NAMESPACE, make_text(200)))) == [exact.donor_id]
 
 
 def ids_of(matches):
@@ -105,7 +105,7 @@ def ids_of(matches):
 def test_min_run_bounds_every_match():
     catalogue, _ = make_catalogue(make_text(500), min_run=64)
     prompt = np.concatenate([make_text(500)[:63], make_text(9, seed=1), make_text(500)[100:164]])
-    assert [match.length for match in catalogue.find(NAMESPACE, prompt)] == [64]
+    assert [match.length for match in catalogue.find(DonorQuery(NAMESPACE, prompt))] == [64]
 
 
 def test_text_below_a_gram_is_no_donor_and_changes_nothing():
@@ -119,7 +119,7 @@ def test_removed_donor_is_gone_and_its_id_is_not_given_again():
     removed = catalogue.remove(first)
     assert removed.kv == "kv-0"
     assert catalogue.get(first) is None
-    assert catalogue.find(NAMESPACE, make_text(200)) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, make_text(200))) == []
     second = catalogue.add(NAMESPACE, make_text(200), None).donor.donor_id
     assert second != first
     assert catalogue.get(first) is None
@@ -216,7 +216,7 @@ def test_reset_returns_all_and_ids_stay_invalid():
     catalogue.check()
     again = catalogue.add(NAMESPACE, make_text(100), None).donor.donor_id
     assert again not in donors
-    assert ids_of(catalogue.find(NAMESPACE, make_text(100))) == [again]
+    assert ids_of(catalogue.find(DonorQuery(NAMESPACE, make_text(100)))) == [again]
     catalogue.check()
 
 
@@ -247,7 +247,7 @@ def replayed(secret):
     """What every lookup finds and what every registration evicts, hits recorded."""
     catalogue = DonorCatalogue(9_000, **({} if secret is None else {"secret": secret}))
     for prompt in make_pack():
-        matches = catalogue.find(NAMESPACE, prompt)
+        matches = catalogue.find(DonorQuery(NAMESPACE, prompt))
         for match in matches:
             catalogue.record_hit(match.donor_id, match.length)
         yield matches, ids(catalogue.add(NAMESPACE, prompt, None).evicted)
@@ -285,7 +285,7 @@ def test_secret_of_another_length_is_refused(secret):
 def test_find_changes_nothing():
     catalogue, donors = make_catalogue(*(make_text(100, seed=seed) for seed in range(5)))
     before = (ids(catalogue.victims()), ids(catalogue), len(catalogue.finder.index))
-    catalogue.find(NAMESPACE, make_text(100))
+    catalogue.find(DonorQuery(NAMESPACE, make_text(100)))
     assert (ids(catalogue.victims()), ids(catalogue), len(catalogue.finder.index)) == before
     assert before[0] == donors
 
@@ -296,14 +296,14 @@ def test_removal_leaves_no_anchor_of_its_own_and_all_of_others():
     catalogue.remove(first)
     only = make_catalogue(make_text(1_000, seed=1))[0]
     assert len(catalogue.finder.index) == len(only.finder.index) < before
-    assert ids_of(catalogue.find(NAMESPACE, make_text(1_000, seed=1))) == [second]
+    assert ids_of(catalogue.find(DonorQuery(NAMESPACE, make_text(1_000, seed=1)))) == [second]
 
 
 @pytest.mark.parametrize("text", [[[1, 2]], [1.5] * 20, ["a"] * 20, 5])
 def test_what_is_no_token_sequence_is_refused(text):
     catalogue, _ = make_catalogue(make_text(100))
     with pytest.raises(ConfigError, match="integers"):
-        catalogue.find(NAMESPACE, text)
+        catalogue.find(DonorQuery(NAMESPACE, text))
     with pytest.raises(ConfigError, match="integers"):
         catalogue.add(NAMESPACE, text, None)
 
@@ -313,15 +313,15 @@ def test_token_that_would_wrap_is_refused(token):
     catalogue = DonorCatalogue(100)
     catalogue.add(NAMESPACE, np.full(20, token & 0xFF), None)
     with pytest.raises(ConfigError, match="32 bits"):
-        catalogue.find(NAMESPACE, np.full(20, token))
+        catalogue.find(DonorQuery(NAMESPACE, np.full(20, token)))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, list])
 def test_any_integer_sequence_is_accepted(dtype):
     text = make_text(100).tolist() if dtype is list else make_text(100).astype(dtype)
     catalogue, _ = make_catalogue(text)
-    assert [match.length for match in catalogue.find(NAMESPACE, text)] == [100]
-    assert catalogue.find(NAMESPACE, []) == []
+    assert [match.length for match in catalogue.find(DonorQuery(NAMESPACE, text))] == [100]
+    assert catalogue.find(DonorQuery(NAMESPACE, [])) == []
 
 
 @pytest.mark.parametrize("options", [{"capacity_tokens": 15}, {"capacity_tokens": 100, "min_run": 15}])
@@ -336,7 +336,9 @@ def test_catalogue_survives_being_refilled_many_times():
     for step in range(400):
         text = make_text(int(rng.integers(16, 700)), seed=step)
         donor = catalogue.add(NAMESPACE, text, None).donor
-        assert catalogue.find(NAMESPACE, text) == [Match(0, donor.donor_id, 0, len(text), fidelity=Fidelity.EXACT)]
+        assert catalogue.find(DonorQuery(NAMESPACE, text)) == [
+            Match(0, donor.donor_id, 0, len(text), fidelity=Fidelity.EXACT)
+        ]
         if step % 40 == 0:
             catalogue.check()
 
@@ -345,10 +347,10 @@ def test_a_namespace_known_by_its_key_alone_is_the_same_one():
     """As of donors that another process has stored: they are found by whoever has the namespace, and by nobody else."""
     catalogue, text = DonorCatalogue(1000), make_text(100)
     donor = catalogue.add(KeyedNamespace(NAMESPACE.key), text, None).donor
-    assert [match.donor_id for match in catalogue.find(NAMESPACE, text)] == [donor.donor_id]
+    assert [match.donor_id for match in catalogue.find(DonorQuery(NAMESPACE, text))] == [donor.donor_id]
     other = Namespace(NAMESPACE.model_fingerprint, NAMESPACE.adapter, NAMESPACE.tenant_salt + "x")
-    assert not catalogue.find(other, text)
-    assert not catalogue.find(KeyedNamespace(other.key), text)
+    assert not catalogue.find(DonorQuery(other, text))
+    assert not catalogue.find(DonorQuery(KeyedNamespace(other.key), text))
     catalogue.check()
     catalogue.remove(donor.donor_id)
     catalogue.check()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.donors.front import Fronts, front_digest
 from kvgraft.errors import ConfigError
 from kvgraft.types import Fidelity, Match, Namespace
@@ -31,7 +31,7 @@ def found(prompt, *donors, start=0, **options):
     catalogue = DonorCatalogue(100_000)
     for tokens, generation, position in donors:
         catalogue.add(NAMESPACE, tokens, None, generation=generation, start_position=position)
-    return catalogue, catalogue.find(NAMESPACE, prompt, start=start, **options)
+    return catalogue, catalogue.find(DonorQuery(NAMESPACE, prompt, start=start, **options))
 
 
 def spans(matches):
@@ -84,9 +84,9 @@ def test_what_stands_behind_keeps_the_shortest_length():
 def test_of_equal_exact_donors_the_near_one_is_taken():
     catalogue = DonorCatalogue(10_000)
     far, near = (catalogue.add(NAMESPACE, text(200), None, is_stored=far).donor.donor_id for far in (True, False))
-    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, near, 0, 200, fidelity=Fidelity.EXACT)]
+    assert catalogue.find(DonorQuery(NAMESPACE, text(200))) == [Match(0, near, 0, 200, fidelity=Fidelity.EXACT)]
     catalogue.remove(near)
-    assert catalogue.find(NAMESPACE, text(200)) == [Match(0, far, 0, 200, fidelity=Fidelity.EXACT)]
+    assert catalogue.find(DonorQuery(NAMESPACE, text(200))) == [Match(0, far, 0, 200, fidelity=Fidelity.EXACT)]
 
 
 def test_a_part_of_a_match_is_as_exact_as_the_whole():
@@ -106,9 +106,9 @@ def behind(front, tokens, *, told=True, namespace=NAMESPACE):
 def test_what_stood_behind_the_same_text_is_exact():
     front, tail = text(50, 1), text(300)
     prompt = joined(front, tail, text(40, 2))
-    assert spans(behind(front, tail).find(NAMESPACE, prompt)) == [(50, 350, True)]
-    assert spans(behind(front, tail).find(NAMESPACE, prompt, start=120)) == [(120, 350, True)]
-    assert spans(behind(front, joined(tail[:100], text(9, 3), tail[100:])).find(NAMESPACE, prompt)) == [
+    assert spans(behind(front, tail).find(DonorQuery(NAMESPACE, prompt))) == [(50, 350, True)]
+    assert spans(behind(front, tail).find(DonorQuery(NAMESPACE, prompt, start=120))) == [(120, 350, True)]
+    assert spans(behind(front, joined(tail[:100], text(9, 3), tail[100:])).find(DonorQuery(NAMESPACE, prompt))) == [
         (50, 150, True),
         (150, 350, False),
     ]
@@ -119,15 +119,15 @@ def test_one_other_token_in_front_makes_it_approximate(place):
     front, tail = text(50, 1), text(300)
     other = front.copy()
     other[place] += 1
-    assert spans(behind(front, tail).find(NAMESPACE, joined(other, tail))) == [(50, 350, False)]
-    assert spans(behind(front, tail).find(NAMESPACE, joined(front[:-1], tail))) == [(49, 349, False)]
-    assert spans(behind(front, tail, told=False).find(NAMESPACE, joined(front, tail))) == [(50, 350, False)]
+    assert spans(behind(front, tail).find(DonorQuery(NAMESPACE, joined(other, tail)))) == [(50, 350, False)]
+    assert spans(behind(front, tail).find(DonorQuery(NAMESPACE, joined(front[:-1], tail)))) == [(49, 349, False)]
+    assert spans(behind(front, tail, told=False).find(DonorQuery(NAMESPACE, joined(front, tail)))) == [(50, 350, False)]
 
 
 def test_digest_of_another_namespace_says_nothing():
     front, tail = text(50, 1), text(300)
     foreign = behind(front, tail, namespace=Namespace("model", tenant_salt="another"))
-    assert spans(foreign.find(NAMESPACE, joined(front, tail))) == [(50, 350, False)]
+    assert spans(foreign.find(DonorQuery(NAMESPACE, joined(front, tail)))) == [(50, 350, False)]
 
 
 def test_a_conversation_is_exact_turn_by_turn():
@@ -136,16 +136,18 @@ def test_a_conversation_is_exact_turn_by_turn():
     for number, turn in enumerate(turns):
         front = joined(*turns[:number]) if number else turn[:0]
         catalogue.add(NAMESPACE, turn, None, start_position=200 * number, front=front_digest(NAMESPACE.key, front))
-    assert spans(catalogue.find(NAMESPACE, joined(*turns, text(60, 9)))) == [(n, n + 200, True) for n in (0, 200, 400)]
+    assert spans(catalogue.find(DonorQuery(NAMESPACE, joined(*turns, text(60, 9))))) == [
+        (n, n + 200, True) for n in (0, 200, 400)
+    ]
     moved = joined(turns[0], text(30, 9), *turns[1:])
-    assert spans(catalogue.find(NAMESPACE, moved)) == [(0, 200, True), (230, 430, False), (430, 630, False)]
+    assert spans(catalogue.find(DonorQuery(NAMESPACE, moved))) == [(0, 200, True), (230, 430, False), (430, 630, False)]
 
 
 def test_exact_text_behind_a_gap_leaves_the_gap_to_copies():
     front, tail = joined(text(100, 1), text(80, 2)), text(300)
     catalogue = behind(front, tail)
     catalogue.add(NAMESPACE, text(80, 2), None)
-    assert spans(catalogue.find(NAMESPACE, joined(front, tail))) == [(100, 180, False), (180, 480, True)]
+    assert spans(catalogue.find(DonorQuery(NAMESPACE, joined(front, tail)))) == [(100, 180, False), (180, 480, True)]
 
 
 def test_parts_of_a_donor_know_their_front_as_far_as_the_donor_does():
@@ -201,7 +203,7 @@ def test_exact_is_exactly_what_is_proven(prompt, donors, start):
         end = int(differs[0]) if len(differs) else length
         if generation == 0 and (is_told or not begin) and end > begin:
             proved.append((max(start, begin), end))
-    matches = catalogue.find(NAMESPACE, tokens, start=start)
+    matches = catalogue.find(DonorQuery(NAMESPACE, tokens, start=start))
     is_exact = np.zeros(len(tokens), np.bool_)
     for match in matches:
         donor = catalogue.get(match.donor_id)

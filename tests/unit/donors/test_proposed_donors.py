@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.donors.fingerprint import GUARANTEED_RUN
 from kvgraft.types import DonorId, Match, Namespace
 
@@ -26,15 +26,19 @@ def forgetful(*texts, namespace=NAMESPACE, generation=0):
 
 def test_displaced_donor_is_found_when_it_is_proposed():
     catalogue, (donor_id,) = forgetful(TEXT)
-    assert catalogue.find(NAMESPACE, PROMPT) == []
-    assert catalogue.find(NAMESPACE, PROMPT, proposed=[donor_id, donor_id]) == [Match(33, donor_id, 100, 300)]
-    assert catalogue.find(NAMESPACE, PROMPT, proposed=[donor_id], start=100) == [Match(100, donor_id, 167, 233)]
+    assert catalogue.find(DonorQuery(NAMESPACE, PROMPT)) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, PROMPT, proposed=[donor_id, donor_id])) == [
+        Match(33, donor_id, 100, 300)
+    ]
+    assert catalogue.find(DonorQuery(NAMESPACE, PROMPT, proposed=[donor_id], start=100)) == [
+        Match(100, donor_id, 167, 233)
+    ]
     catalogue.check()
 
 
 def test_what_does_not_match_proposes_nothing():
     catalogue, (donor_id,) = forgetful(TEXT)
-    assert catalogue.find(NAMESPACE, TEXT[::-1], proposed=[donor_id]) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, TEXT[::-1], proposed=[donor_id])) == []
 
 
 def test_tokens_are_compared_although_the_donor_was_named():
@@ -42,7 +46,7 @@ def test_tokens_are_compared_although_the_donor_was_named():
     prompt = PROMPT.copy()
     prompt[183] += 1
     catalogue, (donor_id,) = forgetful(TEXT)
-    matches = catalogue.find(NAMESPACE, prompt, proposed=[donor_id])
+    matches = catalogue.find(DonorQuery(NAMESPACE, prompt, proposed=[donor_id]))
     assert matches == [Match(33, donor_id, 100, 150), Match(184, donor_id, 251, 149)]
 
 
@@ -50,18 +54,18 @@ def test_tokens_are_compared_although_the_donor_was_named():
 def test_a_donor_of_another_namespace_is_never_used(asked):
     catalogue, (donor_id,) = forgetful(TEXT)
     catalogue.add(asked, TEXT[:50], None)
-    found = catalogue.find(asked, PROMPT, proposed=[donor_id])
+    found = catalogue.find(DonorQuery(asked, PROMPT, proposed=[donor_id]))
     assert donor_id not in {match.donor_id for match in found}
-    assert found == catalogue.find(asked, PROMPT)
+    assert found == catalogue.find(DonorQuery(asked, PROMPT))
 
 
 def test_donors_that_are_gone_or_of_too_high_a_generation_are_ignored():
     catalogue, (donor_id,) = forgetful(TEXT, generation=2)
-    assert catalogue.find(NAMESPACE, PROMPT, proposed=[donor_id], max_generation=1) == []
-    assert len(catalogue.find(NAMESPACE, PROMPT, proposed=[donor_id], max_generation=2)) == 1
+    assert catalogue.find(DonorQuery(NAMESPACE, PROMPT, proposed=[donor_id], max_generation=1)) == []
+    assert len(catalogue.find(DonorQuery(NAMESPACE, PROMPT, proposed=[donor_id], max_generation=2))) == 1
     catalogue.remove(donor_id)
     catalogue.add(NAMESPACE, TEXT[::-1], None)
-    assert catalogue.find(NAMESPACE, PROMPT, proposed=[donor_id, DonorId(12345)]) == []
+    assert catalogue.find(DonorQuery(NAMESPACE, PROMPT, proposed=[donor_id, DonorId(12345)])) == []
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -75,7 +79,7 @@ def test_every_long_run_of_proposed_donors_is_found(seed):
         [part for i in rng.permutation(len(pieces)) for part in (pieces[i], rng.integers(3_000, 4_000, 7))]
     )
     catalogue, ids = forgetful(*donors)
-    found = catalogue.find(NAMESPACE, prompt, proposed=ids)
+    found = catalogue.find(DonorQuery(NAMESPACE, prompt, proposed=ids))
     covered = np.zeros(len(prompt), bool)
     for match in found:
         own = donors[ids.index(match.donor_id)]
@@ -101,8 +105,8 @@ def test_with_its_indexes_whole_proposals_change_no_coverage(seed):
     prompt = np.concatenate(
         [donors[i][a : a + 100] for i, a in zip(rng.permutation(4), rng.integers(0, 300, 4), strict=True)]
     )
-    alone = catalogue.find(NAMESPACE, prompt)
-    helped = catalogue.find(NAMESPACE, prompt, proposed=ids)
+    alone = catalogue.find(DonorQuery(NAMESPACE, prompt))
+    helped = catalogue.find(DonorQuery(NAMESPACE, prompt, proposed=ids))
     assert sum(match.length for match in helped) == sum(match.length for match in alone)
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.shared_text import SHARED_TEXT, Forms
 
 from kvgraft.bench.bound import covered_positions
-from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue
+from kvgraft.donors import GUARANTEED_RUN, DonorCatalogue, DonorQuery
 from kvgraft.types import Namespace
 
 # No key is better than another; the rest of them are tried where there is time.
@@ -23,7 +23,7 @@ def replay(prompts, key, *, min_run, capacity=None):
     catalogue = DonorCatalogue(capacity or sum(map(len, prompts)), min_run=min_run, secret=secret)
     for prompt in prompts:
         found = np.zeros(len(prompt), np.bool_)
-        for match in catalogue.find(namespace, prompt):
+        for match in catalogue.find(DonorQuery(namespace, prompt)):
             target = slice(match.target_start, match.target_end)
             donor = catalogue.get(match.donor_id).token_ids
             assert np.array_equal(donor[match.donor_start : match.donor_start + match.length], prompt[target])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, Observable, QuerySeam
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lineage import Lineage
@@ -53,7 +53,7 @@ def test_approximate_donor_does_not_count_as_knowing_an_exact_text(catalogue, ru
 def test_donor_that_a_new_text_begins_with_is_superseded_unless_in_use(catalogue, rules):
     prefix = catalogue.add(NAMESPACE, TEXT[:100], None).donor
     inner = catalogue.add(NAMESPACE, TEXT[120:180], None, start_position=120).donor
-    matches = catalogue.find(NAMESPACE, TEXT)
+    matches = catalogue.find(DonorQuery(NAMESPACE, TEXT))
     assert {match.donor_id for match in matches} == {prefix.donor_id, inner.donor_id}
     assert rules.superseded(matches) == [prefix]
     catalogue.pin(prefix.donor_id)

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvgraft.donors import CostModel, DonorCatalogue
-from kvgraft.reuse.lookup import Lookup, ResidentDonors
+from kvgraft.donors import CostModel, DonorCatalogue, DonorQuery
+from kvgraft.reuse.lookup import Lookup
 from kvgraft.types import GraftPlan, Match, MissReason, Namespace
 
 NAMESPACE = Namespace("model")
@@ -33,10 +33,10 @@ class SlowDonors:
     def __len__(self):
         return len(self.catalogue)
 
-    def find(self, namespace, token_ids, *, start=0, max_generation=None, proposed=()):
+    def find(self, query):
         self.calls += 1
         self.clock.now += self.seconds
-        return self.catalogue.find(namespace, token_ids, start=start, max_generation=max_generation, proposed=proposed)
+        return self.catalogue.find(query)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_without_a_deadline_speed_does_not_matter(catalogue):
 
 def test_failure_is_a_counted_miss(catalogue, caplog):
     class Broken(SlowDonors):
-        def find(self, *_, **__):
+        def find(self, query):
             raise RuntimeError("no memory")
 
     lookup = make_lookup(Broken(catalogue, Clock()))
@@ -213,20 +213,22 @@ class TestReading:
         catalogue = DonorCatalogue(4096)
         near = catalogue.add(NAMESPACE, TEXT, None).donor.donor_id
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
-        assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {near}
+        assert {match.donor_id for match in catalogue.find(DonorQuery(NAMESPACE, prompt()))} == {near}
         catalogue.rebind(near, None, is_stored=True)
         catalogue.rebind(far, None)
-        assert {match.donor_id for match in catalogue.find(NAMESPACE, prompt())} == {far}
-        assert catalogue.find(NAMESPACE, prompt(), with_stored=False) == catalogue.find(NAMESPACE, prompt())
+        assert {match.donor_id for match in catalogue.find(DonorQuery(NAMESPACE, prompt()))} == {far}
+        assert catalogue.find(DonorQuery(NAMESPACE, prompt(), with_stored=False)) == catalogue.find(
+            DonorQuery(NAMESPACE, prompt())
+        )
         catalogue.remove(far)
-        assert not catalogue.find(NAMESPACE, prompt(), with_stored=False)
+        assert not catalogue.find(DonorQuery(NAMESPACE, prompt(), with_stored=False))
 
     def test_what_is_not_worth_reading_is_taken_from_a_shorter_donor_at_hand(self):
         """The far donor has all of the text, the near one a part of it that the far one's match hides."""
         catalogue = DonorCatalogue(4096)
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[20:180], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        lookup = make_lookup(catalogue)
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 10.0)).planned
         assert [(s.donor_id, s.length) for s in planned.spans] == [(far, 200)]
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0)).planned
@@ -237,7 +239,7 @@ class TestReading:
         catalogue = DonorCatalogue(4096)
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[:180], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        lookup = make_lookup(catalogue)
         for cost, expected in ((19.0, (far, 200)), (21.0, (near, 180))):
             planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, cost)).planned
             assert [(s.donor_id, s.length) for s in planned.spans] == [expected]
@@ -247,7 +249,7 @@ class TestReading:
         catalogue = DonorCatalogue(4096)
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[50:170], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        lookup = make_lookup(catalogue)
         read_cost = lambda match: match.length / 2 if match.donor_id == far else 0.0  # noqa: E731
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=read_cost).planned
         spans = [(span.donor_id, span.target_start, span.donor_start, span.length) for span in planned.spans]
@@ -257,7 +259,7 @@ class TestReading:
         catalogue = DonorCatalogue(4096)
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
         near = catalogue.add(NAMESPACE, TEXT[15:185], None).donor.donor_id
-        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        lookup = make_lookup(catalogue)
         read_cost = lambda match: match.length / 2 if match.donor_id == far else 0.0  # noqa: E731
         planned = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=read_cost).planned
         assert [(span.donor_id, span.length) for span in planned.spans] == [(near, 170)]
@@ -265,6 +267,6 @@ class TestReading:
     def test_far_donors_alone_are_a_miss_where_reading_costs_more(self):
         catalogue = DonorCatalogue(4096)
         far = catalogue.add(NAMESPACE, TEXT, None, is_stored=True).donor.donor_id
-        lookup = make_lookup(catalogue, near=ResidentDonors(catalogue))
+        lookup = make_lookup(catalogue)
         found = lookup.find(NAMESPACE, prompt(), 0, FREE, read_cost=self.costs_of(far, 1000.0))
         assert found.planned.reason is MissReason.NOT_WORTH_IT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvgraft.donors import DonorCatalogue
+from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.stored import StoredDonors, StoredKV, is_stored
 from kvgraft.types import Namespace
@@ -40,7 +40,7 @@ def resident(catalogue, one):
 
 
 def found(catalogue, one, namespace=NAMESPACE):
-    return sum(match.length for match in catalogue.find(namespace, np.append(one.token_ids, 1)))
+    return sum(match.length for match in catalogue.find(DonorQuery(namespace, np.append(one.token_ids, 1))))
 
 
 def test_donors_of_others_join_and_are_found(stored, catalogue):

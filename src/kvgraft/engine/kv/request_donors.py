@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.donors import DonorText
+from kvgraft.donors import DonorQuery, DonorText
 from kvgraft.engine.kv.kv_space import HostDonorKV
 from kvgraft.reuse.lineage import ComputedRun
 
@@ -64,7 +64,7 @@ class RequestDonors(ABC):
             donor = catalogue.get(donor_id)
             if donor is None:
                 continue
-            exact = catalogue.find(donor.namespace, donor.token_ids, max_generation=0, with_stored=False)
+            exact = catalogue.find(DonorQuery(donor.namespace, donor.token_ids, max_generation=0, with_stored=False))
             if catalogue.is_pinned(donor_id) or not self._rules.covers(exact, donor.num_tokens, 0):
                 left.append(donor_id)
                 continue
@@ -122,7 +122,7 @@ class SlotDonors(RequestDonors):
             return
         if not self._rules.admits(len(token_ids), 0):
             return
-        known = self._space.donors.find(kv.namespace, token_ids, max_generation=0, with_stored=False)
+        known = self._space.donors.find(DonorQuery(kv.namespace, token_ids, max_generation=0, with_stored=False))
         if self._rules.covers(known, len(token_ids), 0):
             return
         self._add(

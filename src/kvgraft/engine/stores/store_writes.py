@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvgraft.donors import DonorQuery
 from kvgraft.engine.stores.stored_cover import StoredCover, StoredPart
 from kvgraft.engine.stores.write_behind import BlockPages, PendingWrite, SlotPages, StepExport
 from kvgraft.errors import CorruptCacheError
@@ -119,7 +120,7 @@ class StoreWrites:
         parts: list[StoredPart] = []
         moving: list[tuple[PendingWrite, int]] = []
         superseded: list[DonorId] = []
-        for match in self._catalogue.find(namespace, token_ids, max_generation=generation):
+        for match in self._catalogue.find(DonorQuery(namespace, token_ids, max_generation=generation)):
             donor = self._catalogue.get(match.donor_id)
             if donor is None:
                 continue

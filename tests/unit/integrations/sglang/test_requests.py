@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 
+from kvgraft.donors import DonorQuery
 from kvgraft.errors import PolicyError, StoreError
 from kvgraft.graft.select import FirstK, looks_at_query
 from kvgraft.integrations.sglang.donors import keeper
@@ -505,7 +506,7 @@ def test_a_text_that_is_computed_exactly_replaces_its_approximate_donor(make_wor
     (old,) = [donor for donor in world.keeper.catalogue if donor.generation]
     if is_evicted:
         world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens[-40:] == tail), 0)
-        world.keeper.find(old.namespace, old.token_ids)  # whereupon the keeper knows it
+        world.keeper.find(DonorQuery(old.namespace, old.token_ids))  # whereupon the keeper knows it
         assert world.keeper.host_bytes
     world.publish("healed", tail)
     assert not any(donor.generation for donor in world.keeper.catalogue)

@@ -8,6 +8,7 @@ import torch
 from tests.unit.integrations.sglang.conftest import INV_FREQ, FakeRequest
 from tests.unit.integrations.sglang.shelf import Shelf
 
+from kvgraft.donors import DonorQuery
 from kvgraft.errors import StoreError
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.stored import link, write_behind
@@ -370,7 +371,9 @@ def test_text_that_leaves_memory_is_read_again(server, shelf, make_tokens):
     settle(world)
     assert world.link.num_stored == 0
     world.tree.evict(node, 40)
-    assert world.keeper.find(request_namespace("model", None, None, None), np.array(document), with_stored=False)
+    assert world.keeper.find(
+        DonorQuery(request_namespace("model", None, None, None), np.array(document), with_stored=False)
+    )
     world.keeper.check()
     assert sorted(donor.num_tokens for donor in world.keeper.catalogue) == [40, 100]
     assert world.link.num_stored == 1, "a store holds it"

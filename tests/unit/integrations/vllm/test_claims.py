@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvgraft.config import VLLMConfig
-from kvgraft.donors import DonorCatalogue, plan_graft
+from kvgraft.donors import DonorCatalogue, DonorQuery, plan_graft
 from kvgraft.errors import PolicyError
 from kvgraft.graft.select import FirstK, KVDeviation, NoRecompute, QuerySeam
 from kvgraft.integrations.vllm.scheduler import EngineFacts
@@ -43,7 +43,7 @@ def planned(policy, **options):
     """Claims under a policy, and the plan of a prompt with `DOCUMENT` in it and its matches."""
     catalogue = DonorCatalogue(1000)
     catalogue.add(NAMESPACE, np.array(DOCUMENT), None)
-    matches = catalogue.find(NAMESPACE, PROMPT)
+    matches = catalogue.find(DonorQuery(NAMESPACE, PROMPT))
     plan = plan_graft(len(PROMPT), 0, matches)
     assert isinstance(plan, GraftPlan)
     own = [name for name in ("window", "block_sizes", "takes_running_back") if name in options]

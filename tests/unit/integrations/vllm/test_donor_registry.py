@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvgraft.donors import DonorQuery
 from kvgraft.integrations.vllm.scheduler.donor_registry import DonorRegistry
 from kvgraft.types import Namespace
 
@@ -125,5 +126,5 @@ def test_a_text_that_is_further_from_exact_replaces_nothing():
         registry.seal(NAMESPACE, tokens, text)
     assert [donor.generation for donor in registry.catalogue] == [0, 1]
     assert registry.num_replaced == 0
-    (match,) = registry.catalogue.find(NAMESPACE, tokens)
+    (match,) = registry.catalogue.find(DonorQuery(NAMESPACE, tokens))
     assert registry.catalogue.get(match.donor_id).generation == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from kvgraft.donors import DonorCatalogue, new_secret
+from kvgraft.donors import DonorCatalogue, DonorQuery, new_secret
 from kvgraft.donors.front import front_digest
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.integrations.sglang.donors.kv_buffers import Export
@@ -20,13 +20,12 @@ from kvgraft.integrations.sglang.donors.texts import STORE, HostBlockKV, Origin,
 from kvgraft.memory import HostKVStore
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.donor_rules import DonorRules
-from kvgraft.reuse.lookup import ResidentDonors
 from kvgraft.reuse.stored import StoredDonors, is_stored
 from kvgraft.types import Match, Namespace
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import Self
 
     from numpy.typing import NDArray
@@ -86,7 +85,6 @@ class DonorKeeper:
     Attributes:
         catalogue: Of resident and stored donors.
         stored: The stored ones.
-        resident: Finds the others.
         unwritten: New donors whose text no store holds; None while nothing is written.
         version: Changes with the catalogue.
     """
@@ -103,10 +101,9 @@ class DonorKeeper:
         self._buffers = buffers
         self._min_run = config.min_run
         self.stored = StoredDonors(self.catalogue, min_run=config.min_run, max_generation=config.max_generation)
-        self.resident = ResidentDonors(self)
         self.unwritten: deque[Donor] | None = None
         self.rules = DonorRules(
-            self.catalogue, min_run=config.min_run, max_generation=config.max_generation, finder=self.resident
+            self.catalogue, min_run=config.min_run, max_generation=config.max_generation, finder=self
         )
         self._host = HostKVStore(config.host_bytes)
         self._host_order: OrderedDict[int, Donor] = OrderedDict()
@@ -140,29 +137,13 @@ class DonorKeeper:
     def __len__(self) -> int:
         return len(self.catalogue)
 
-    def find(
-        self,
-        namespace: Namespace | KeyedNamespace,
-        token_ids: NDArray[np.integer[Any]],
-        *,
-        start: int = 0,
-        max_generation: int | None = None,
-        proposed: Collection[DonorId] = (),
-        with_stored: bool = True,
-    ) -> list[Match]:
-        """Find runs at or after `start` whose K/V are there right now, or in a store unless `with_stored` is False.
+    def find(self, query: DonorQuery) -> list[Match]:
+        """Find runs whose K/V are there right now, or in a store unless the query leaves those out.
 
         Complexity: of `DonorCatalogue.find`, plus one walk in the tree per match.
         """
         for _ in range(_MAX_REPAIRS):
-            matches = self.catalogue.find(
-                namespace,
-                token_ids,
-                start=start,
-                max_generation=max_generation,
-                proposed=proposed,
-                with_stored=with_stored,
-            )
+            matches = self.catalogue.find(query)
             # All stale donors are corrected before the next lookup; one lookup for each would be too many.
             stale = [match for match in matches if not self._verify(match)]
             if not stale:

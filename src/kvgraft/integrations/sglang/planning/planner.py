@@ -88,7 +88,6 @@ class LoadPlanner:
             max_generation=config.max_generation,
             deadline_ms=config.lookup_deadline_ms if has_deadline else math.inf,
             cut=self._cut,
-            near=keeper.resident,
             clock=clock,
         )
 
@@ -99,8 +98,7 @@ class LoadPlanner:
         token_ids = np.frombuffer(tokens[: end + 1], np.int64)
         self._recomputed.clear()
         read_cost = self._stores.read_cost if may_read and self._stores is not None else None
-        donors = self._keeper.resident if read_cost is None else None
-        found = self._lookup.find(namespace, token_ids, prefix_len, self._costs, donors=donors, read_cost=read_cost)
+        found = self._lookup.find(namespace, token_ids, prefix_len, self._costs, read_cost=read_cost)
         if isinstance(found.planned, Miss):
             return LoadDecision((), found.planned, found.lookup_ms)
         recomputer = self._recomputer if found.planned.has_shifted else None

@@ -14,7 +14,7 @@ from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED, StoredPre
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.continuation import may_go_on
-from kvgraft.reuse.lookup import Lookup, ResidentDonors
+from kvgraft.reuse.lookup import Lookup
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
 
 if TYPE_CHECKING:
@@ -197,5 +197,4 @@ def lookup_of(config: VLLMConfig, registry: DonorRegistry) -> Lookup:
         max_generation=config.max_generation,
         min_saved_tokens=config.min_saved_tokens,
         deadline_ms=config.lookup_deadline_ms,
-        near=ResidentDonors(registry.catalogue) if registry.stores else None,
     )

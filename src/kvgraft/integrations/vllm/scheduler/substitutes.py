@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.donors import DonorQuery
 from kvgraft.errors import ConfigError
 from kvgraft.integrations.vllm.scheduler.claims import covered_to, covering
 from kvgraft.reuse.substitute import Substitutes
@@ -53,7 +54,7 @@ class DonorSubstitutes:
             return None
         # K/V of other text are not worth waiting for a store.
         matches = self.catalogue.find(
-            prompt.namespace, proposal.token_ids, max_generation=self.max_generation, with_stored=False
+            DonorQuery(prompt.namespace, proposal.token_ids, max_generation=self.max_generation, with_stored=False)
         )
         end = covered_to(matches, cached_len)
         if not self.provider.realised(proposal, end):
