@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.prefix import EvictResult, SlotArray
-    from kvgraft.prefix.swa.node import SWALock
+    from kvgraft.prefix.swa.window import SWALock
     from kvgraft.windows import WindowKind
 
 Tokens = tuple[int, ...]

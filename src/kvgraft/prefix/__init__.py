@@ -10,9 +10,8 @@ from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.context import PoolFacts, TreeCacheBuildContext
 from kvgraft.prefix.eviction.policies import EVICTION_POLICIES, EvictionKey, EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
+from kvgraft.prefix.hierarchical.states import HierarchicalStateCache, TieredStateMatchResult
 from kvgraft.prefix.hierarchical.transfer import WRITE_POLICIES, LoadBack, LoadBackResult, TierTransfer
-from kvgraft.prefix.hierarchical_ssm.cache import HierarchicalStateCache
-from kvgraft.prefix.hierarchical_ssm.results import TieredStateMatchResult
 from kvgraft.prefix.lifecycle import StoredRow
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.cache import RadixCache
@@ -37,7 +36,6 @@ from kvgraft.prefix.results import (
     StoredLength,
 )
 from kvgraft.prefix.ssm.cache import StateRadixCache
-from kvgraft.prefix.ssm.node import StateLock
 from kvgraft.prefix.ssm.recording import (
     BranchingPoints,
     EndOfPrompt,
@@ -46,12 +44,11 @@ from kvgraft.prefix.ssm.recording import (
     StateRecording,
     affordable_states,
 )
-from kvgraft.prefix.ssm.results import StateInsertResult, StateMatchResult
+from kvgraft.prefix.ssm.state import StateInsertResult, StateLock, StateMatchResult
 from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
 from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
-from kvgraft.prefix.swa.node import SWALock
-from kvgraft.prefix.swa.results import SWAInsertResult, SWAMatchResult
+from kvgraft.prefix.swa.window import SWAInsertResult, SWALock, SWAMatchResult
 from kvgraft.token_key import RadixKey, UnannouncedKey, frozen_tokens
 
 __all__ = [

@@ -15,7 +15,7 @@ from kvgraft.factories import imported
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.context import TreeCacheBuildContext
 from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
-from kvgraft.prefix.hierarchical_ssm.cache import HierarchicalStateCache
+from kvgraft.prefix.hierarchical.states import HierarchicalStateCache
 from kvgraft.prefix.radix.cache import RadixCache
 from kvgraft.prefix.ssm.cache import StateRadixCache
 from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache

@@ -27,7 +27,7 @@ from kvgraft.engine.kv.window_row import CapturedWindows, WindowRow
 from kvgraft.engine.model.slot_plan import DECODE_TOKENS
 from kvgraft.errors import CapacityError
 from kvgraft.memory import KVBlock, Owner
-from kvgraft.prefix.swa.node import SWALock
+from kvgraft.prefix import SWALock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Generic
 
-from kvgraft.errors import CorruptCacheError
-from kvgraft.prefix.component.invariants import check_components
 from kvgraft.prefix.component.node import ComponentNode, Part
 from kvgraft.prefix.eviction.queue import EvictionQueue
+from kvgraft.prefix.radix.invariants import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +43,18 @@ class TreeComponents(Generic[Part]):
     def oldest(self) -> Part:
         """The component that leaves next; there is one."""
         return self._queue.first()
+
+    def attach(self, node: ComponentNode[Part], component: Part) -> None:
+        """Give a tombstone a component that no receipt holds."""
+        node.component = component
+        self.evictable_size += len(component)
+        self._queue.add(component)
+
+    def divided(self, upper: ComponentNode[Part], component: Part) -> None:
+        """Take in that a component was cut, and what its node's upper part has of it."""
+        upper.component = component
+        if not component.lock_ref:
+            self._queue.add(component)
 
     def requeue(self, component: Part) -> None:
         """Restore the order of eviction after a fact about a component changed."""
@@ -83,16 +94,21 @@ class TreeComponents(Generic[Part]):
         self._queue.rebuild()
         self.evictable_size = self.protected_size = 0
 
-    def check(self, root: ComponentNode[Any]) -> None:
+    def check(self, root: ComponentNode[Part]) -> None:
         """Verify every invariant of the components below `root`; raises `CorruptCacheError`."""
         self._queue.check()
-        sizes = check_components(root, set(self._queue))
+        require(root.component is None, "the root has a component")
+        components = components_of(root)
+        for component in components:
+            require(component.node.component is component, "a component belongs to another node")
+        unlocked = {component for component in components if not component.lock_ref}
+        require(unlocked == set(self._queue), "the queue of components is not the unlocked ones")
+        evictable_size = sum(map(len, unlocked))
+        sizes = (evictable_size, sum(map(len, components)) - evictable_size)
         counted = (self.evictable_size, self.protected_size)
-        if sizes != counted:
-            raise CorruptCacheError(f"evictable and protected components are {sizes}, counted as {counted}")
+        require(sizes == counted, f"evictable and protected components are {sizes}, counted as {counted}")
 
-    def _attach(self, node: ComponentNode[Part], component: Part) -> None:
-        """Give a tombstone a component that no receipt holds."""
-        node.component = component
-        self.evictable_size += len(component)
-        self._queue.add(component)
+
+def components_of(root: ComponentNode[Part]) -> list[Part]:
+    """Return the components of all nodes below `root`, in the order of the tree."""
+    return [node.component for node in root.subtree() if node.component is not None]

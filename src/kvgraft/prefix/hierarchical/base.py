@@ -1,45 +1,31 @@
-"""Tree of two tiers: copies to the host, eviction from both, inserts that bring KV back."""
+"""Tree of two tiers: copies to the host, eviction from both, inserts that bring KV back.
+
+Nodes may have states, or none do: a tree of tokens alone is one in which every node is of use without.
+"""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvgraft.errors import ConfigError, CorruptCacheError
-from kvgraft.prefix.eviction.queue import EvictionQueue
-from kvgraft.prefix.hierarchical.invariants import check_tiered_tree
-from kvgraft.prefix.hierarchical.node import TieredNode
-from kvgraft.prefix.hierarchical.transfer import (
-    HOST_MEDIUM,
-    WRITE_POLICIES,
-    TieredMatchResult,
-    TierTransfer,
-)
+from kvgraft.prefix.component.node import ComponentNode
+from kvgraft.prefix.hierarchical.copies import HostCopies
+from kvgraft.prefix.hierarchical.transfer import HOST_MEDIUM, WRITE_POLICIES, TierTransfer
 from kvgraft.prefix.radix.base import BaseRadixCache
+from kvgraft.prefix.radix.invariants import check_structure, require, require_owned, require_unique
 from kvgraft.prefix.radix.node import frozen_copy
-from kvgraft.prefix.results import (
-    NO_SLOTS,
-    EvictResult,
-    InsertResult,
-    MatchResult,
-    PrefixHandle,
-    SlotArray,
-    StoredLength,
-)
+from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Unpack
 
     from kvgraft.prefix.radix.base import TreeOptions
+    from kvgraft.prefix.ssm.state import State
     from kvgraft.token_key import RadixKey
 
-logger = logging.getLogger(__name__)
-
-
-Node = TypeVar("Node", bound=TieredNode)
+Node = ComponentNode[Any]
 
 
 class BaseTieredCache(BaseRadixCache[Node]):
@@ -50,10 +36,11 @@ class BaseTieredCache(BaseRadixCache[Node]):
         - The device queue holds the unlocked nodes on the device without children there, and nothing else.
         - The host queue holds the childless nodes that lie on the host only and that no load-back reads.
         - No slot of either tier is stored twice; `host_size` counts the copies.
-
-    Attributes:
-        num_failed_transfers: Transfers that raised; each left the tree as it was.
     """
+
+    _node_class = ComponentNode
+    _host_states: HostCopies[State] | None = None
+    """Copies of the states of nodes; None in a tree of tokens alone."""
 
     def __init__(
         self,
@@ -74,59 +61,49 @@ class BaseTieredCache(BaseRadixCache[Node]):
         if write_policy not in WRITE_POLICIES:
             raise ConfigError(f"unknown write policy {write_policy!r}; there are {', '.join(WRITE_POLICIES)}")
         super().__init__(page_size, **options)
-        self.num_failed_transfers = 0
-        self._transfer = transfer
         self._backup_after = WRITE_POLICIES[write_policy]
-        self._host_queue: EvictionQueue[Node] = EvictionQueue(self.policy)
-        self._host_size = 0
+        self._host: HostCopies[Node] = HostCopies(transfer, self.policy)
 
     @property
     def transfer(self) -> TierTransfer:
         """Mover of KV between the tiers."""
-        return self._transfer
+        return self._host.transfer
 
     @property
     def host_size(self) -> int:
         """Tokens that have a copy on the host."""
-        return self._host_size
+        return self._host.size
+
+    @property
+    def num_failed_transfers(self) -> int:
+        """Transfers that raised; each left the tree as it was."""
+        return self._host.num_failed + (0 if self._host_states is None else self._host_states.num_failed)
 
     # lookup and insert
 
-    def _match_prefix_exact(self, key: RadixKey) -> MatchResult:
-        """Match the device part and say how much further the host reaches."""
-        root = self._tree.root
-        if self._disabled:
-            return MatchResult([], 0, root)
-        path, last = self._walk(key, root, key.aligned_len(self._page_size))
-        device = [node for node in path if node.on_device]
-        end = device[-1] if device else root
-        parts = [node.kv_indices for node in device]
-        return TieredMatchResult(parts, end, last)
+    def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
+        path, last = super()._walk(key, start, length)
+        self._mark_path(path, last.last_access)
+        return path, last
 
-    def _stored_in(self, path: list[Node], stop: int) -> StoredLength:
-        on_device = max((node.end for node in path if node.on_device), default=0)
-        return StoredLength(min(on_device, stop), max(0, stop - on_device))
+    def _mark_path(self, path: list[Node], now: int) -> None:
+        """Mark all nodes of a path as used: candidates have children here, those that lie on the host only."""
+        for node in path:
+            node.last_access = now
+            self._requeue(node)
 
-    def insert(
-        self,
-        key: RadixKey,
-        kv_indices: SlotArray | None = None,
-        *,
-        after: PrefixHandle | None = None,
-        priority: int = 0,
-        counted_len: int | None = None,
-    ) -> InsertResult:
-        """Store as `RadixCache.insert`; what lies on the host only takes device slots from the insert.
+    def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
+        super()._credit(start, path, total_len, priority, counted_len)
+        for node in path:
+            node.priority = max(node.priority, priority)
+            node.reach = max(node.reach, total_len)
+            self._requeue(node)
 
-        Raises:
-            CorruptCacheError: `after` lies on the host only or was dropped.
-        """
-        if after is not None:
-            self._require_device(self._tree.resolve(after))
-        result = super().insert(key, kv_indices, after=after, priority=priority, counted_len=counted_len)
-        if self._backup_after is not None and not self._disabled:
-            self._write_through(self._tree.resolve(result.handle))
-        return result
+    def _prefix_of(self, key: RadixKey, after: PrefixHandle) -> Node:
+        node = super()._prefix_of(key, after)
+        if node.parent is not None and not node.on_device:
+            raise _not_loaded()
+        return node
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         missing = [step for step in path if not step.on_device]
@@ -138,8 +115,7 @@ class BaseTieredCache(BaseRadixCache[Node]):
         """Give a node that lies on the host only device slots again; its parent lies on the device."""
         parent = node.parent
         assert parent is not None, "the root is never on the host"
-        if node.queue_index >= 0:
-            self._host_queue.remove(node)
+        self._host.withdraw(node)
         if parent.queue_index >= 0:
             self._queue.remove(parent)
         parent.device_children += 1
@@ -155,23 +131,13 @@ class BaseTieredCache(BaseRadixCache[Node]):
         parent.device_children += 1
         return super()._add_node(parent, key, slots, stop, priority, hit_count=hit_count)
 
-    def _walk(self, key: RadixKey, start: Node, length: int) -> tuple[list[Node], Node]:
-        path, last = super()._walk(key, start, length)
-        for node in path:  # candidates have children here, those that lie on the host only
-            node.last_access = last.last_access
-            self._requeue(node)
-        return path, last
-
-    def _credit(self, start: Node, path: list[Node], total_len: int, priority: int, counted_len: int) -> None:
-        super()._credit(start, path, total_len, priority, counted_len)
-        for node in path:
-            node.priority = max(node.priority, priority)
-            node.reach = max(node.reach, total_len)
-            self._requeue(node)
-
     def _requeue(self, node: Node) -> None:
         if node.queue_index >= 0:
-            (self._queue if node.on_device else self._host_queue).update(node)
+            (self._queue if node.on_device else self._host.queue).update(node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Return whether nothing on the device continues a node that lies there."""
+        return not node.device_children
 
     def _queue_if_candidate(self, node: Node) -> None:
         if node.queue_index >= 0 or node.parent is None:
@@ -180,104 +146,107 @@ class BaseTieredCache(BaseRadixCache[Node]):
             if not node.device_children and not node.lock_ref:
                 self._queue.add(node)
         elif not node.children and not node.host_locks:
-            self._host_queue.add(node)
+            self._host.queue.add(node)
 
-    def inc_lock_ref(self, handle: PrefixHandle) -> PrefixHandle:
-        """Keep a prefix on the device from eviction.
+    def inc_lock_ref(self, handle: PrefixHandle) -> Any:  # noqa: ANN401 (the receipt of the tree)
+        """Keep a prefix on the device from eviction; returns the receipt.
 
         Raises:
-            CorruptCacheError: The handle is stale, or its prefix lies on the host only.
+            CorruptCacheError: The handle is stale, or its prefix or the state at its end lies on the host only.
         """
-        self._require_device(self._tree.resolve(handle))
+        node = self._tree.resolve(handle)
+        lacks_state = node.component is None and node.host_component is not None
+        if node.parent is not None and (lacks_state or not node.on_device):
+            raise _not_loaded()
         return super().inc_lock_ref(handle)
-
-    def _require_device(self, node: Node) -> None:
-        if node.parent is not None and not node.on_device:
-            raise CorruptCacheError("the prefix lies on the host only: load it back first")
 
     # copies on the host
 
     def _write_through(self, last: Node) -> None:
-        """Copy the nodes up to `last` that were used often enough and have no copy yet."""
-        assert self._backup_after is not None
+        """Copy the nodes up to `last` that were used often enough and have no copy yet, where that is the policy."""
+        least = self._backup_after
+        if least is None:
+            return
         step: Node | None = last
         while step is not None and step.parent is not None and not step.on_host:
-            if step.hit_count >= self._backup_after:
+            if step.hit_count >= least:
                 self._backup(step)
             step = step.parent
 
     def _backup(self, node: Node) -> bool:
         """Copy a node to the host, making room there once; False, with nothing changed, if that fails."""
-        host_indices = self._try_backup(node)
-        if host_indices is None and self._evict_host(len(node)):
-            host_indices = self._try_backup(node)
-        if host_indices is None:
+        if not self._host.backup(node, self._evict_host):
             return False
-        if len(host_indices) != len(node):
-            raise ConfigError(f"backup returned {len(host_indices)} host slots for {len(node)}; one per slot or None")
-        node.host_indices = frozen_copy(host_indices)
-        self._host_size += len(node)
         if self._events is not None:
             self._events.stored(node, self._page_size, HOST_MEDIUM)
         return True
 
-    def _try_backup(self, node: Node) -> SlotArray | None:
-        told = f"backup of {len(node)} tokens failed; they stay without a copy"
-        return self._transferred(self._transfer.backup, node.kv_indices, told)
-
-    def _transferred(
-        self, copy: Callable[[SlotArray], SlotArray | None], slots: SlotArray, told: str
-    ) -> SlotArray | None:
-        """Copy slots to the other tier; None if there is no room, or, counted and with a line in the log, if it fails."""
-        try:
-            return copy(slots)
-        except Exception:
-            self.num_failed_transfers += 1
-            logger.exception("%s", told)
-            return None
+    def _backup_state(self, state: State) -> None:
+        """Copy a state that lies on the device to the host unless it has a copy, making room there once."""
+        assert self._host_states is not None, "without states there are none to copy"
+        if not len(state.host_indices) and self._host_states.backup(state, self._evict_host_states):
+            state.node.host_component = state
 
     def _evict_host(self, num_tokens: int) -> bool:
         """Drop what lies on the host only until `num_tokens` are freed there; False if nothing could be."""
         num_freed = 0
-        while num_freed < num_tokens and self._host_queue:
-            num_freed += self._drop_host_leaf(self._host_queue.pop())
+        while num_freed < num_tokens and self._host.queue:
+            num_freed += self._drop_host_leaf(self._host.queue.pop())
         return num_freed > 0
 
-    def _drop_host_leaf(self, node: Node) -> int:
-        """Take out an unqueued, childless node that lies on the host only; returns how many tokens left."""
-        num_tokens = len(node)
-        self._free_copy(node)
-        parent = self._tree.remove_leaf(node)
-        parent.learn_from(node)
-        self._requeue(parent)
-        self._queue_if_candidate(parent)
-        return num_tokens
+    def _evict_host_states(self, _: int) -> bool:
+        """Drop the state that leaves the host next, with its node if that is a leaf there; False if none can."""
+        assert self._host_states is not None, "without states there are none to drop"
+        if not self._host_states.queue:
+            return False
+        state = self._host_states.queue.first()
+        node = state.node
+        if node.queue_index >= 0 and not node.on_device:
+            self._host.withdraw(node)
+            self._drop_host_leaf(node)
+        else:
+            self._free_state_copy(state)
+        return True
 
-    def _free_copy(self, node: Node) -> None:
-        """Forget what the host has of a node, if it has anything."""
-        if not node.on_host:
-            return
-        if self._events is not None:
-            self._events.removed(node, HOST_MEDIUM)
-        self._host_size -= len(node)
-        self._transfer.free_host(node.host_indices)
-        node.host_indices = NO_SLOTS
+    def _drop_host_leaf(self, node: Node) -> int:
+        """Take out an unqueued, childless node on the host only, and what is useless above; returns how many tokens left."""
+        num_tokens = 0
+        while True:
+            num_tokens += len(node)
+            parent = self._remove_copy(node)
+            parent.learn_from(node)
+            self._requeue(parent)
+            self._queue_if_candidate(parent)
+            if parent.parent is None or parent.on_device or not self._is_useless(parent):
+                return num_tokens
+            node = parent
+
+    def _remove_copy(self, node: Node) -> Node:
+        """Take a childless node that the device does not hold out of the tree, with its copies; returns its parent."""
+        if node.on_host:
+            if self._events is not None:
+                self._events.removed(node, HOST_MEDIUM)
+            self._host.free(node)
+        if node.host_component is not None:
+            self._free_state_copy(node.host_component)
+        return self._tree.remove_leaf(node)
+
+    def _free_state_copy(self, state: State) -> None:
+        assert self._host_states is not None, "without states there are no copies"
+        self._host_states.free(state)
+        state.node.host_component = None
+
+    def _is_useless(self, node: Node) -> bool:
+        """Return whether the host needs a state to go on from a node, and has none at its end nor below."""
+        return self._host_states is not None and node.host_component is None and not node.children
 
     # eviction
 
-    def evict(self, num_tokens: int) -> EvictResult:
-        """Free device slots; what has a copy on the host, or gets one now, stays there.
+    def _take_out(self, node: Node) -> Node:
+        """Take an unqueued node without device children off the device; returns its parent, which may be a candidate now.
 
-        Complexity: O(log n) per node plus O(tokens freed), and what the transfers cost.
+        What has a copy on the host, or gets one now, stays there.
         """
-        return super().evict(num_tokens)
-
-    def _drop_leaf(self, node: Node) -> None:
-        """Take an unqueued node without device children off the device; its parent may become a candidate."""
-        self._queue_if_candidate(self._take_off_device(node))
-
-    def _take_off_device(self, node: Node) -> Node:
-        """Take an unqueued node without device children off the device; returns its parent."""
         node.lock_ref += 1  # making room for the copy may drop children, which must not queue the node again
         keeps_copy = self._keeps_copy(node)
         node.lock_ref -= 1
@@ -287,50 +256,71 @@ class BaseTieredCache(BaseRadixCache[Node]):
             self._events.removed(node)
         node.kv_indices = NO_SLOTS
         parent.device_children -= 1
+        parent.learn_from(node)
         if keeps_copy:
             self._queue_if_candidate(node)
-        else:
-            self._drop_host_subtree(node)
-            self._free_copy(node)
-            self._tree.remove_leaf(node)
-        parent.learn_from(node)
+            return parent
+        for each in list(node.subtree())[::-1]:  # what hangs on the host below goes along
+            self._remove_copy(each)
         return parent
 
     def _keeps_copy(self, node: Node) -> bool:
-        """Return whether a node that leaves the device lives on, copied now if it was not before."""
-        return node.on_host or self._backup(node)
+        """Return whether a node that leaves the device is of use on the host, with copies of its tokens and its state."""
+        if node.component is not None:
+            self._backup_state(node.component)
+        if self._is_useless(node) or not (node.on_host or self._backup(node)):
+            return False
+        return not self._is_useless(node)  # making room may have dropped what hung below
 
-    def _drop_host_subtree(self, top: Node) -> None:
-        """Drop what hangs on the host below a node that vanishes."""
-        for node in list(top.subtree())[:0:-1]:
-            if node.queue_index >= 0:
-                self._host_queue.remove(node)
-            self._free_copy(node)
-            self._tree.remove_leaf(node)
-
-    def reset(self) -> SlotArray:
-        """Forget both tiers; host slots are freed through the transfer, device slots are returned."""
-        copies = [node.host_indices for node in self._tree.root.subtree() if node.on_host]
-        self._host_queue.clear()
-        self._host_size = 0
-        freed = super().reset()
-        if copies:
-            self._transfer.free_host(np.concatenate(copies))
+    def _forget(self) -> SlotArray:
+        """Forget both tiers; host slots are freed through the transfers, device slots are returned."""
+        nodes = list(self._tree.root.subtree())
+        copies: list[tuple[HostCopies[Any], list[SlotArray]]] = [(self._host, [node.host_indices for node in nodes])]
+        if self._host_states is not None:
+            states = [node.host_component.host_indices for node in nodes if node.host_component is not None]
+            copies.append((self._host_states, states))
+        for host, _ in copies:
+            host.clear()
+        freed = super()._forget()
+        for host, parts in copies:
+            slots = np.concatenate([NO_SLOTS, *parts])
+            if len(slots):
+                host.transfer.free_host(slots)
         return freed
 
     def rebuild(self) -> None:
         """See `PrefixCache.rebuild`; the owner frees the host slots, too."""
-        self._host_queue.rebuild()
-        self._host_size = 0
+        self._host.rebuild()
+        if self._host_states is not None:
+            self._host_states.rebuild()
         super().rebuild()
 
     # invariants
 
-    def check(self) -> None:
-        """Verify every invariant; for tests and idle time. Raises `CorruptCacheError`."""
-        self._queue.check()
-        self._host_queue.check()
-        sizes = check_tiered_tree(self._tree.root, self._page_size, set(self._queue), set(self._host_queue))
-        counted = (self._evictable_size, self._protected_size, self._host_size)
-        if sizes != counted:
-            raise CorruptCacheError(f"evictable, protected and host tokens are {sizes}, counted as {counted}")
+    def _check_nodes(self) -> tuple[int, int]:
+        nodes = check_structure(self._tree.root, self._page_size)
+        for node in nodes:
+            _check_tiers(node, self._tree.root)
+        on_device = [node for node in nodes if node.on_device]
+        require_unique((node, node.kv_indices) for node in on_device)
+        candidates = {node for node in on_device if not node.device_children and not node.lock_ref}
+        require(candidates == set(self._queue), "the device queue does not hold exactly the unlocked device leaves")
+        waiting = {node for node in nodes if not node.on_device and not node.children and not node.host_locks}
+        self._host.check([(node, node) for node in nodes if node.on_host], waiting)
+        evictable_size = sum(len(node) for node in on_device if not node.lock_ref)
+        return evictable_size, sum(map(len, on_device)) - evictable_size
+
+
+def _check_tiers(node: Node, root: Node) -> None:
+    require(node.on_device or node.on_host, "a node lies in no tier")
+    parent = node.parent or root
+    require(parent is root or not node.on_device or parent.on_device, "a node hangs on the device alone")
+    require(node.device_children == sum(child.on_device for child in node.children.values()), "device children differ")
+    require(node.on_device or not node.lock_ref, "a node on the host only is locked")
+    if node.on_device:
+        require(len(node.kv_indices) == len(node), "a node has not one device slot per token")
+        require_owned(node.kv_indices)
+
+
+def _not_loaded() -> CorruptCacheError:
+    return CorruptCacheError("the prefix lies on the host only: load it back first")

@@ -12,6 +12,7 @@ from kvgraft.prefix.results import (
     NOTHING_FREED,
     EvictResult,
     MatchResult,
+    PrefixHandle,
     SlotArray,
     join_results,
     join_slots,
@@ -20,36 +21,46 @@ from kvgraft.prefix.results import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgraft.prefix.hierarchical.transfer import TierTransfer
+    from kvgraft.prefix.ssm.state import State
 
 
-class BaseLoadBackCache(BaseTieredCache[Node]):
+class BaseLoadBackCache(BaseTieredCache):
     """Base of caches with evicted prefixes that live on in host memory and can be brought back."""
 
     def load_back(self, match: MatchResult) -> LoadBackResult:
-        """Bring the host part of a match to the device; if that fails the device part is all there is.
+        """Bring the host part of a match to the device, with its state; if either fails the device part is all there is.
 
         The caller makes room on the device beforehand or inside `TierTransfer.load`.
         """
         ticket = self.begin_load_back(match)
-        device_slots = self._loaded(self._transfer, ticket.host_indices)
-        if device_slots is None:
-            freed = self.abort_load_back(ticket)
-            return LoadBackResult(match.handle, match.prefix_len, freed.freed)
-        return self.commit_load_back(ticket, device_slots)
+        states = NO_SLOTS if self._host_states is None else self._host_states.load(ticket.host_states)
+        slots = None if states is None else self._host.load(ticket.host_indices)
+        if states is None or slots is None:
+            loaded = EvictResult(NO_SLOTS, state_freed=NO_SLOTS if states is None else states)
+            result = join_results(loaded, self.abort_load_back(ticket))
+            return LoadBackResult(match.handle, match.prefix_len, result.freed, result.state_freed)
+        return self.commit_load_back(ticket, slots, states)
 
     def begin_load_back(self, match: MatchResult) -> LoadBack:
-        """Keep both parts of a match from eviction while the owner copies `host_indices` to the device.
+        """Keep both parts of a match from eviction while the owner copies what the ticket names to the device.
 
         Raises:
             CorruptCacheError: The match is stale.
         """
-        last = self._tree.resolve(match.host_handle)
-        nodes = self._host_part(last, match.prefix_len)
-        if any(not node.on_host for node in nodes):
-            raise CorruptCacheError("the host part of this match is gone: match again")
-        lock = self.inc_lock_ref(match.handle)
-        return LoadBack(self._pin(nodes), match.prefix_len, last, (lock,))
+        last, begin = self._tree.resolve(match.host_handle), self._tree.resolve(match.handle)
+        anchor = last
+        while anchor.parent is not None and not anchor.on_device:
+            anchor = anchor.parent
+        locks = (self.lock_inserted(begin), self._lock_anchor(anchor, last))
+        host_states = NO_SLOTS
+        if self._host_states is not None and last.component is None and last.host_component is not None:
+            host_states = self._host_states.pin([last.host_component])
+        host_indices = self._host.pin(self._host_part(last, anchor.end))
+        return LoadBack(host_indices, anchor.end, last, locks, host_states)
+
+    def _lock_anchor(self, anchor: Node, last: Node) -> PrefixHandle:
+        """Lock the tokens on the device from which a load-back to `last` begins."""
+        return self.lock_inserted(anchor)
 
     def commit_load_back(self, ticket: LoadBack, kv_indices: SlotArray, states: SlotArray = NO_SLOTS) -> LoadBackResult:
         """Take over device slots, one per host slot of the ticket; returns those that were not needed.
@@ -69,9 +80,17 @@ class BaseLoadBackCache(BaseTieredCache[Node]):
                 freed.append(slots)
             else:
                 self._revive(node, slots)
-        unused = EvictResult(join_slots(freed), state_freed=self._restore_state(ticket, states))
+        state = ticket.node.host_component
+        if len(states) and state is not None and not state.on_device:
+            self._revive_state(state, int(states[0]))
+            states = NO_SLOTS
+        unused = EvictResult(join_slots(freed), state_freed=states)
         result = join_results(unused, self._close(ticket, nodes))
         return LoadBackResult(ticket.node, ticket.node.end, result.freed, result.state_freed)
+
+    def _revive_state(self, state: State, slot: int) -> None:
+        """Give a state that lies on the host only a slot on the device again."""
+        raise NotImplementedError
 
     def abort_load_back(self, ticket: LoadBack) -> EvictResult:
         """Give up a load-back; the copies stay on the host. Nothing happens if the cache was reset since.
@@ -85,17 +104,6 @@ class BaseLoadBackCache(BaseTieredCache[Node]):
             ticket.done = True
             return NOTHING_FREED
         return self._close(ticket, self._open_nodes(ticket))
-
-    def _loaded(self, transfer: TierTransfer, host_slots: SlotArray) -> SlotArray | None:
-        """Copy host slots to the device; None if there is no room or it fails."""
-        if not len(host_slots):
-            return NO_SLOTS
-        told = f"load-back of {len(host_slots)} host slots failed; they are computed instead"
-        return self._transferred(transfer.load, host_slots, told)
-
-    def _restore_state(self, ticket: LoadBack, states: SlotArray) -> SlotArray:
-        """Give the state at the end of a load-back its device slot; returns what is not needed."""
-        return states
 
     def _open_nodes(self, ticket: LoadBack) -> list[Node]:
         if ticket.done:
@@ -111,17 +119,12 @@ class BaseLoadBackCache(BaseTieredCache[Node]):
             step = step.parent
         return nodes[::-1]
 
-    def _pin(self, nodes: Sequence[Node]) -> SlotArray:
-        """Keep copies from eviction; returns their host slots."""
-        for node in nodes:
-            node.host_locks += 1
-            if node.queue_index >= 0 and not node.on_device:
-                self._host_queue.remove(node)
-        return join_slots([node.host_indices for node in nodes])
-
     def _close(self, ticket: LoadBack, nodes: Sequence[Node]) -> EvictResult:
         ticket.done = True
         for node in nodes:
             node.host_locks -= 1
             self._queue_if_candidate(node)
+        state = ticket.node.host_component
+        if len(ticket.host_states) and state is not None and self._host_states is not None:
+            self._host_states.unpin(state)
         return join_results(*(self.dec_lock_ref(lock) for lock in ticket.locks))

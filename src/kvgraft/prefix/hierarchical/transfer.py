@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvgraft.prefix.results import NO_SLOTS, MatchResult, PrefixHandle, SlotArray
+from kvgraft.prefix.results import NO_SLOTS, PrefixHandle, SlotArray
 
 if TYPE_CHECKING:
-    from kvgraft.prefix.hierarchical.node import TieredNode
+    from kvgraft.prefix.component.node import ComponentNode
 
 HOST_MEDIUM = "CPU_PINNED"
 
@@ -32,22 +32,6 @@ class TierTransfer(Protocol):
         """Take back host slots."""
 
 
-class TieredMatchResult(MatchResult):
-    """A match of a device part and, after it, a host part."""
-
-    __slots__ = ("_host_handle", "host_hit_len")
-
-    def __init__(self, parts: list[SlotArray], device: TieredNode, host: TieredNode) -> None:
-        super().__init__(parts, device.end, device)
-        self._host_handle = host
-        self.host_hit_len = host.end - device.end
-
-    @property
-    def host_handle(self) -> PrefixHandle:
-        """End of the host part."""
-        return self._host_handle
-
-
 @dataclass(slots=True, eq=False)
 class LoadBack:
     """A load-back in progress: the host part `[start, end)` of a match, kept from eviction until commit or abort."""
@@ -55,7 +39,7 @@ class LoadBack:
     host_indices: SlotArray
     start: int
     """First position of the host part."""
-    node: TieredNode
+    node: ComponentNode[Any]
     locks: tuple[PrefixHandle, ...]
     """Locks on the device part before it."""
     host_states: SlotArray = field(default_factory=lambda: NO_SLOTS)

@@ -11,7 +11,7 @@ from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.eviction.policies import EvictionPolicy, make_eviction_policy
 from kvgraft.prefix.eviction.queue import EvictionQueue
-from kvgraft.prefix.radix.invariants import check_tree
+from kvgraft.prefix.radix.invariants import check_tree, require
 from kvgraft.prefix.radix.node import RadixNode
 from kvgraft.prefix.radix.tree import RadixTree
 from kvgraft.prefix.results import (
@@ -173,12 +173,15 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
 
     def look(self, key: RadixKey) -> StoredLength:
         """See `PrefixCache.look`. Complexity: as `match_prefix`."""
-        if self._disabled:
-            return StoredLength(0)
+        return StoredLength(0) if self._disabled else self._stored_in(*self._descend(key))
+
+    def _descend(self, key: RadixKey) -> tuple[list[Node], int]:
+        """Return the nodes that a key has from the root on, the last one perhaps in part, and where it leaves them."""
         path, partial, run = self._tree.descend(key, self._tree.root, key.aligned_len(self._page_size))
-        if partial is not None:
-            return self._stored_in([*path, partial], partial.start + run)
-        return self._stored_in(path, path[-1].end if path else 0)
+        if partial is None:
+            return path, path[-1].end if path else 0
+        path.append(partial)
+        return path, partial.start + run
 
     def _stored_in(self, path: list[Node], stop: int) -> StoredLength:
         """Return how much can be used of a key that follows `path` from the root on and leaves it at `stop`."""
@@ -237,11 +240,24 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         Complexity: O(tokens of `key` after `after`) plus O(nodes after `counted_len`).
         """
         slots = self._offered(key, kv_indices)
-        tree = self._tree
         if self._disabled:
-            return InsertResult(0, 0, tree.root)
-        start = tree.root if after is None else tree.resolve_prefix(key, after)
+            return InsertResult(0, 0, self._tree.root)
+        start = self._tree.root if after is None else self._prefix_of(key, after)
         total_len = key.aligned_len(self._page_size)
+        prefix_len, node = self._insert(key, slots, start, total_len, priority=priority, counted_len=counted_len)
+        return InsertResult(prefix_len, max(total_len, start.end), node)
+
+    def _prefix_of(self, key: RadixKey, after: PrefixHandle) -> Node:
+        """Return the stored prefix of `key` that `after` stands for."""
+        return self._tree.resolve_prefix(key, after)
+
+    def _insert(
+        self, key: RadixKey, slots: SlotArray, start: Node, total_len: int, *, priority: int, counted_len: int | None
+    ) -> tuple[int, Node]:
+        """Store `key` from `start` to `total_len`: what every insert has in common.
+
+        Returns how many elements had slots before, and the node that ends there.
+        """
         path, node = self._walk(key, start, total_len)
         counted_len = start.end if counted_len is None else counted_len
         self._credit(start, path, total_len, priority, counted_len)
@@ -249,7 +265,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if node.end < total_len:
             node = self._add_node(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
             self._queue.add(node)
-        return InsertResult(prefix_len, max(total_len, start.end), node)
+        return prefix_len, node
 
     def _offered(self, key: RadixKey, kv_indices: SlotArray | None) -> SlotArray:
         if kv_indices is not None:
@@ -270,7 +286,8 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         while step.end > counted_len and step.parent is not None:
             step.hit_count += 1
             step = step.parent
-        self._requeue(last)
+        if last.queue_index >= 0:
+            self._requeue(last)
 
     def _stored_len(self, node: Node, path: list[Node], slots: SlotArray) -> int:
         """Return how many elements had slots in the cache already; `path` was walked by an insert that offers `slots`."""
@@ -345,7 +362,7 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             slots = leaf.kv_indices
             num_freed += len(slots)
             dropped.append(slots)
-            self._drop_leaf(leaf)
+            self._queue_if_candidate(self._take_out(leaf))
         self._evictable_size -= num_freed
         return EvictResult(join_slots(dropped))
 
@@ -355,16 +372,19 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
         if wanted < len(leaf):
             self._divide(leaf, len(leaf) - wanted)
 
-    def _drop_leaf(self, leaf: Node) -> None:
-        """Take an unqueued leaf out of the tree; its parent may become a candidate."""
+    def _take_out(self, leaf: Node) -> Node:
+        """Take an unqueued leaf out of the tree; returns its parent, which may be a candidate now."""
         if self._events is not None:
             self._events.removed(leaf)
         parent = self._tree.remove_leaf(leaf)
         parent.learn_from(leaf)
-        self._queue_if_candidate(parent)
+        return parent
 
     def reset(self) -> SlotArray:
         """Forget everything, see `PrefixCache.reset`. Complexity: O(stored tokens)."""
+        return self._forget()
+
+    def _forget(self) -> SlotArray:
         self._queue.clear()
         nodes = self._tree.clear()
         freed = np.concatenate([NO_SLOTS, *(node.kv_indices for node in nodes)])
@@ -414,7 +434,9 @@ class BaseRadixCache(PrefixCache, Generic[Node]):
             CorruptCacheError: The first one that does not hold.
         """
         self._queue.check()
-        sizes = check_tree(self._tree.root, self._page_size, set(self._queue), unique_slots=not self._simulated)
-        if sizes != (self._evictable_size, self._protected_size):
-            counted = (self._evictable_size, self._protected_size)
-            raise CorruptCacheError(f"evictable and protected tokens are {sizes}, counted as {counted}")
+        sizes, counted = self._check_nodes(), (self._evictable_size, self._protected_size)
+        require(sizes == counted, f"evictable and protected tokens are {sizes}, counted as {counted}")
+
+    def _check_nodes(self) -> tuple[int, int]:
+        """Verify the nodes; returns the tokens in unlocked and in locked ones."""
+        return check_tree(self._tree.root, self._page_size, set(self._queue), unique_slots=not self._simulated)

@@ -11,31 +11,139 @@ state only; what a lock alone kept leaves with it; candidates wait in queues.
 
 from __future__ import annotations
 
+from math import lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.errors import ConfigError
+from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.component.base import BaseComponentCache
+from kvgraft.prefix.component.parts import TreeComponents
 from kvgraft.prefix.lifecycle import StoredRow
-from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray
-from kvgraft.prefix.ssm.base import BaseStateCache
-from kvgraft.prefix.ssm.results import StateInsertResult
+from kvgraft.prefix.radix.invariants import require
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    EvictResult,
+    PrefixHandle,
+    SlotArray,
+    join_slots,
+)
+from kvgraft.prefix.ssm.state import State, StateInsertResult, StateLock, StateMatchResult, state_order
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from typing import Unpack
 
+    from kvgraft.prefix.component.node import ComponentNode
+    from kvgraft.prefix.radix.base import TreeOptions
     from kvgraft.prefix.request import RequestRow
-    from kvgraft.prefix.semantic_fallback import SlotCopier
-    from kvgraft.prefix.ssm.node import StateLock, StateNode
-    from kvgraft.substitution import SemanticPrefixProvider
     from kvgraft.token_key import RadixKey
+
+    StateNode = ComponentNode[State]
 
 NO_STATES: Mapping[int, int] = MappingProxyType({})
 
 
-class StateRadixCache(BaseStateCache):
-    """A radix tree with nodes that own slots of tokens and, some of them, a state. Not thread-safe."""
+class StateRadixCache(BaseComponentCache[State, StateLock, StateMatchResult]):
+    """A radix tree with nodes that own slots of tokens and, some of them, a state. Not thread-safe.
+
+    Invariants (verified by `check`), besides those of a tree over two pools:
+        - A state lies at the end of a node, at a multiple of `state_alignment`; no slot of either pool is stored twice.
+        - Receipts that hold a state never exceed the locks on its node.
+    """
+
+    _lock_class = StateLock
+    _kind = "state"
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        state_chunk_size: int = 1,
+        simulated: bool = False,
+        **options: Unpack[TreeOptions],
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            state_chunk_size: Tokens per chunk of the model's linear attention, 64 as a rule: states are recorded at ends of
+                chunks alone, so that what follows one is computed in the same chunks as without it. 1 records anywhere.
+            simulated: Without pools: an insert without slots takes the token ids as slots; slots and states may repeat.
+            options: As of `BaseRadixCache`; the policy orders leaves, and states on their own.
+        """
+        if state_chunk_size < 1:
+            raise ConfigError(f"state_chunk_size must be at least 1, not {state_chunk_size}")
+        super().__init__(page_size, simulated=simulated, **options)
+        self._state_chunk_size = state_chunk_size
+        self._alignment = lcm(page_size, state_chunk_size)
+        self._components = TreeComponents(state_order(self.policy))
+
+    @property
+    def state_chunk_size(self) -> int:
+        """Tokens per chunk of the model's linear attention."""
+        return self._state_chunk_size
+
+    @property
+    def state_alignment(self) -> int:
+        """States are recorded at multiples of this many tokens: at ends of pages that are ends of chunks."""
+        return self._alignment
+
+    @property
+    def state_evictable_size(self) -> int:
+        """States that no lock holds."""
+        return self._components.evictable_size
+
+    @property
+    def state_protected_size(self) -> int:
+        """States under at least one lock."""
+        return self._components.protected_size
+
+    @property
+    def state_total_size(self) -> int:
+        """States that are recorded."""
+        return self._components.total_size
+
+    # lookup
+
+    def _matched(self, path: list[StateNode], stop: int) -> StateMatchResult:
+        return StateMatchResult(path, path[-1] if path else self._tree.root, stop - stop % self._alignment)
+
+    def _usable_len(self, path: list[StateNode], stop: int) -> int:
+        """Return where the deepest recorded state is: a match ends at the end of a node, and cuts none."""
+        for node in reversed(path):
+            if node.component is not None and node.end <= stop:
+                return node.end
+        return 0
+
+    def _touch(self, node: StateNode, now: int) -> None:
+        state = node.component
+        if state is not None:
+            state.last_access = now
+            self._components.requeue(state)
+
+    def _needed(self, node: StateNode) -> tuple[list[State], int]:
+        """The state at the end of a node alone, which is of the last position before it."""
+        return ([], node.end) if node.component is None else ([node.component], node.end - 1)
+
+    def _first_needed(self, end: int) -> int:
+        return max(end - 1, 0)
+
+    def _divide(self, node: StateNode, length: int) -> StateNode:
+        upper = super()._divide(node, length)
+        if node.component is not None:
+            self._components.requeue(node.component)  # a policy may look at where its node begins
+        return upper
+
+    def state_of(self, handle: PrefixHandle) -> int | None:
+        """Slot of the state at the end of a stored prefix; None without one.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache.
+        """
+        state = self._tree.resolve(handle.node if isinstance(handle, StateLock) else handle).component
+        return None if state is None else state.slot
 
     # insert
 
@@ -72,20 +180,13 @@ class StateRadixCache(BaseStateCache):
         slots = self._offered(key, kv_indices)
         if self._disabled:
             return StateInsertResult(0, 0, self._tree.root, _slots_of(states))
-        start = self._prefix_of(key, after)
+        start = self._tree.root if after is None else self._prefix_of(key, after)
         _require_positions(states, start.end, len(key))
         fitting = {position: states[position] for position in states if not position % self._alignment}
         total_len = max(fitting, default=start.end)
-        path, node = self._walk(key, start, total_len)
-        counted_len = start.end if counted_len is None else counted_len
-        self._credit(start, path, total_len, priority, counted_len)
-        prefix_len = self._stored_len(node, path, slots)
-        if node.end < total_len:
-            node = self._add_node(node, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
+        prefix_len, node = self._insert(key, slots, start, total_len, priority=priority, counted_len=counted_len)
         returned = {position: states[position] for position in states if position not in fitting}
         returned |= self._record(node, fitting, priority)
-        if node.queue_index < 0:
-            self._queue_if_candidate(node)
         return StateInsertResult(prefix_len, total_len, node, _slots_of(returned))
 
     def _record(self, last: StateNode, states: Mapping[int, int], priority: int) -> dict[int, int]:
@@ -100,11 +201,66 @@ class StateRadixCache(BaseStateCache):
             if position < step.end:
                 step = self._divide(step, position - step.start)
             if step.component is None:
-                self._components.record(step, states[position], now, priority, reach)
+                self._give_state(step, states[position], priority, reach)
             else:
-                self._components.record_again(step.component, now, priority, reach)
+                step.component.record_again(now, priority, reach)
+                self._components.requeue(step.component)
                 returned[position] = states[position]
         return returned
+
+    def _give_state(self, node: StateNode, slot: int, priority: int, reach: int) -> None:
+        """Give a tombstone a state, used now and not locked."""
+        self._components.attach(node, State(node, slot, self._tree.now, priority, reach))
+
+    # locks and eviction
+
+    def inc_lock_ref(self, handle: PrefixHandle) -> StateLock:
+        """Keep a prefix from eviction, and the state at its end; returns the receipt.
+
+        Raises:
+            CorruptCacheError: The handle is of a dropped prefix or of another cache, or its state was evicted since.
+        """
+        lock = super().inc_lock_ref(handle)
+        state: State | None = lock.node.component
+        if state is not None:
+            state.hit_count += 1  # held now, so it waits in no queue
+        return lock
+
+    def dec_state_lock_only(self, handle: PrefixHandle) -> None:
+        """Give the lock on the state back early, once it was copied; the tokens stay locked.
+
+        The state stays for other requests, and may be evicted.
+
+        Raises:
+            CorruptCacheError: The receipt holds no state, or not any more. Nothing has changed then.
+        """
+        lock = self._open_lock(handle)
+        if not lock.state_locked:
+            raise CorruptCacheError("this lock holds no state, or its state was released before")
+        self._give_components_back(lock)
+
+    def evict(self, num_tokens: int, num_states: int = 0) -> EvictResult:
+        """Free at least so many tokens and states, or all that is unlocked.
+
+        Unlocked leaves go first, in the order of the policy, with their states; so do nodes without a state that become
+        unlocked leaves thereby. If states are still short, they go in an order of their own: that of an unlocked leaf
+        together with the leaf, any other alone.
+
+        Complexity: O(log n) per dropped node or state plus O(tokens freed).
+        """
+        return self._evict_both(num_tokens, num_states)
+
+    def _freed(self, slots: list[SlotArray], components: Sequence[State]) -> EvictResult:
+        return EvictResult(
+            join_slots(slots), state_freed=np.array([state.slot for state in components], dtype=np.int64)
+        )
+
+    def _check_kind(self, components: Sequence[State]) -> None:
+        for state in components:
+            require(state.node.end % self._alignment == 0, "a state lies at no end of a page and chunk")
+            require(0 <= state.lock_ref <= state.node.handle_locks, "a state has more locks than its node")
+        slots = {state.slot for state in components}
+        require(self._simulated or len(slots) == len(components), "a state's slot is stored twice")
 
     # requests
 
@@ -125,23 +281,8 @@ class StateRadixCache(BaseStateCache):
         duplicates = req.kv_indices[req.protected_len : result.prefix_len].copy()
         return StoredRow(result.handle, result.total_len, EvictResult(duplicates, state_freed=result.state_freed))
 
-    def lock_inserted(self, handle: PrefixHandle) -> StateLock:
-        """Lock the prefix of an insert, and the state at its end."""
-        return self._lock(self._tree.resolve(handle))
-
     def end_prompt(self, stored: StoredRow, req: RequestRow) -> None:
         """Cut nothing: without a state at its end a prompt would not outlive its output, and with one it is a node."""
-
-    def set_semantic_provider(
-        self,
-        provider: SemanticPrefixProvider | None,
-        *,
-        copy_slots: SlotCopier | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        """Refuse: a state has read all tokens before it, so no other text's can stand in for it."""
-        if provider is not None:
-            raise ConfigError("StateRadixCache takes no semantic provider; use RadixCache for models without states")
 
 
 def _require_positions(states: Mapping[int, int], start: int, stop: int) -> None:

@@ -13,22 +13,155 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.prefix.component.base import BaseComponentCache
+from kvgraft.prefix.component.parts import TreeComponents
 from kvgraft.prefix.lifecycle import StoredRow
-from kvgraft.prefix.results import NO_SLOTS, EvictResult, PrefixHandle, SlotArray, join_slots
-from kvgraft.prefix.swa.base import BaseSWACache
-from kvgraft.prefix.swa.node import SWALock, SWANode
-from kvgraft.prefix.swa.results import SWAInsertResult
+from kvgraft.prefix.results import (
+    NO_SLOTS,
+    EvictResult,
+    PrefixHandle,
+    SlotArray,
+    join_slots,
+)
+from kvgraft.prefix.swa.window import (
+    SWAInsertResult,
+    SWALock,
+    SWAMatchResult,
+    Window,
+    check_windows,
+    window_order,
+)
+from kvgraft.windows import window_kind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Unpack
+
+    from kvgraft.prefix.component.node import ComponentNode
+    from kvgraft.prefix.radix.base import TreeOptions
     from kvgraft.prefix.request import RequestRow
-    from kvgraft.prefix.semantic_fallback import SlotCopier
-    from kvgraft.substitution import SemanticPrefixProvider
     from kvgraft.token_key import RadixKey
 
+    SWANode = ComponentNode[Window]
 
-class SWARadixCache(BaseSWACache):
-    """A radix tree with nodes that own slots of a full-attention and of a sliding-window pool. Not thread-safe."""
+
+class SWARadixCache(BaseComponentCache[Window, SWALock, SWAMatchResult]):
+    """A radix tree with nodes that own slots of a full-attention and of a sliding-window pool. Not thread-safe.
+
+    Attributes:
+        window: What rows of window layers read.
+
+    Invariants (verified by `check`), besides those of a tree over two pools:
+        - A window has one slot per element of its node; no slot of either pool is stored twice.
+        - Receipts that cover a window never exceed the locks on or below its node (`full_lock_ref >= swa_lock_ref`).
+    """
+
+    _lock_class = SWALock
+    _kind = "window"
+
+    def __init__(
+        self,
+        page_size: int = 1,
+        *,
+        sliding_window_size: int | None = None,
+        attention_chunk_size: int | None = None,
+        leaf_cap: bool = False,
+        simulated: bool = False,
+        **options: Unpack[TreeOptions],
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            page_size: Tokens per page.
+            sliding_window_size: Tokens that a window layer reads, the current one included.
+            attention_chunk_size: Instead, for layers that read the tokens of their own chunk (Llama 4): its size.
+            leaf_cap: Cut a new leaf so that its tail is one window in whole pages; a lock then covers that tail instead
+                of a whole prefill chunk.
+            simulated: Without pools: an insert without slots takes the token ids as slots.
+            options: As of `BaseRadixCache`; the policy orders full-attention leaves, windows leave least recently used first.
+        """
+        window = window_kind(sliding_window_size, attention_chunk_size)
+        super().__init__(page_size, simulated=simulated, **options)
+        self.window = window
+        self._leaf_cap = leaf_cap
+        self._components = TreeComponents(window_order)
+
+    @property
+    def sliding_window_size(self) -> int:
+        """Tokens that a window layer reads at most: of chunks their size."""
+        return self.window.size
+
+    @property
+    def swa_evictable_size(self) -> int:
+        """Tokens of windows that no lock covers."""
+        return self._components.evictable_size
+
+    @property
+    def swa_protected_size(self) -> int:
+        """Tokens of windows under at least one lock."""
+        return self._components.protected_size
+
+    @property
+    def swa_total_size(self) -> int:
+        """Tokens that have sliding-window KV."""
+        return self._components.total_size
+
+    # lookup
+
+    def _matched(self, path: list[SWANode], stop: int) -> SWAMatchResult:
+        return SWAMatchResult(path, path[-1] if path else self._tree.root)
+
+    def _usable_len(self, path: list[SWANode], stop: int) -> int:
+        """Return the deepest page boundary from which a model can go on.
+
+        That is the deepest one with a run of live windows, going up, that covers what the kind of window needs or reaches the
+        root; at the border of a chunk that is nothing.
+        """
+        live_start = accepted = 0
+        for node in path:
+            end = min(node.end, stop)
+            if node.component is None:
+                live_start = end
+                accepted = max(accepted, self.window.boundary(end, self._page_size))
+            elif self.window.first_needed(end) >= live_start:
+                accepted = end
+        return accepted
+
+    def _needed(self, node: SWANode) -> tuple[list[Window], int]:
+        """Windows of whole nodes, up to the first tombstone; a lock holds and a match marks as many."""
+        needed: list[Window] = []
+        step, first = node, self.window.first_needed(node.end)
+        while step.end > first and step.component is not None and step.parent is not None:
+            needed.append(step.component)
+            step = step.parent
+        return needed, step.end
+
+    def _first_needed(self, end: int) -> int:
+        return self.window.first_needed(end)
+
+    def _divide(self, node: SWANode, length: int) -> SWANode:
+        """Cut as any node; a window is cut, too, and both halves are covered by the receipts that covered it."""
+        upper = super()._divide(node, length)
+        if node.component is not None:
+            self._components.divided(upper, node.component.divide(upper))
+            self._components.requeue(node.component)
+        return upper
+
+    def cut(self, key: RadixKey, position: int) -> None:
+        """Let a node of a stored `key` end at the last page boundary up to `position`, where there is none yet.
+
+        A match or a lock of what follows marks or covers whole nodes: cut where its window begins, it leaves what lies
+        before alone. Nothing is marked as used.
+
+        Complexity: O(position) at the speed of `memcmp`, plus O(nodes on the path).
+        """
+        length = min(position, len(key)) // self._page_size * self._page_size
+        _, partial, run = self._tree.descend(key, self._tree.root, length)
+        if partial is not None and partial.start + run == length:
+            self._divide(partial, run)
 
     # insert
 
@@ -89,7 +222,7 @@ class SWARadixCache(BaseSWACache):
             node = self._add_tail(
                 node, key, slots, windows, evicted=swa_evicted_len, priority=priority, counted_len=counted_len
             )
-        self._components.touch(node, self._tree.now)
+        self._touch(node, self._tree.now)
         return SWAInsertResult(prefix_len, node.end, node, join_slots(freed), join_slots(swa_freed))
 
     def _insert_start(
@@ -100,7 +233,7 @@ class SWARadixCache(BaseSWACache):
                 f"prev_prefix_len {prev_prefix_len} and swa_evicted_len {swa_evicted_len} must be multiples of the page "
                 f"size {self._page_size}"
             )
-        node = self._prefix_of(key, after)
+        node = self._tree.root if after is None else self._prefix_of(key, after)
         if node.end > prev_prefix_len:
             raise ConfigError(f"`after` ends at {node.end}, after prev_prefix_len {prev_prefix_len}")
         return node
@@ -123,7 +256,7 @@ class SWARadixCache(BaseSWACache):
             elif evicted < end:
                 if start < evicted:
                     self._divide(node, evicted - start)
-                self._components.attach(node, windows[max(start, evicted) : end], self._tree.now)
+                self._give_window(node, windows)
         return freed, swa_freed
 
     def _add_tail(
@@ -142,12 +275,60 @@ class SWARadixCache(BaseSWACache):
         if parent.end < evicted:
             parent = self._add_node(parent, key, slots, evicted, priority, hit_count=int(evicted > counted_len))
         leaf = self._add_node(parent, key, slots, total_len, priority, hit_count=int(total_len > counted_len))
-        self._components.attach(leaf, windows[leaf.start : leaf.end], self._tree.now)
+        self._give_window(leaf, windows)
         cut = self.window.first_needed(total_len) // self._page_size * self._page_size
         if self._leaf_cap and leaf.start < cut < leaf.end:
             self._divide(leaf, cut - leaf.start)
         self._queue.add(leaf)
         return leaf
+
+    def _give_window(self, node: SWANode, windows: SlotArray) -> None:
+        """Give a tombstone its part of the offered window slots, which are copied: used now and not covered."""
+        self._components.attach(node, Window(node, windows[node.start : node.end], self._tree.now))
+
+    # locks and eviction
+
+    def dec_swa_lock_only(self, handle: PrefixHandle) -> EvictResult:
+        """Release the window of a lock early, when decoding has passed it; full attention stays locked.
+
+        Windows inside the tree become evictable; that of a leaf is freed now and the leaf becomes a tombstone.
+
+        Raises:
+            CorruptCacheError: The receipt's window was released before. Nothing has changed then.
+        """
+        lock = self._open_lock(handle)
+        if lock.gave_back:
+            raise CorruptCacheError("the window of this lock was released before")
+        uncovered = self._give_components_back(lock)
+        freed = [self._components.free(window).swa_indices for window in uncovered if not window.node.children]
+        return EvictResult(NO_SLOTS, join_slots(freed))
+
+    def evict(self, num_tokens: int, swa_num_tokens: int = 0) -> EvictResult:
+        """Free at least so many tokens of each pool, or all that is unlocked.
+
+        Unlocked leaves go first, in the order of the policy, with both kinds of slots; so do tombstones that become
+        unlocked leaves thereby. If windows are still short, the least recently used go: of an unlocked leaf
+        together with the leaf, otherwise alone.
+
+        Complexity: O(log n) per dropped node or window plus O(tokens freed).
+        """
+        return self._evict_both(num_tokens, swa_num_tokens)
+
+    def _freed(self, slots: list[SlotArray], components: Sequence[Window]) -> EvictResult:
+        return EvictResult(join_slots(slots), join_slots([window.swa_indices for window in components]))
+
+    def swa_path_slots(self, handle: PrefixHandle, start: int = 0) -> SlotArray:
+        """Sliding-window slots of positions `[start, end)` of a stored prefix, -1 where they are gone."""
+        parts: list[SlotArray] = []
+        step: SWANode | None = self._tree.resolve(handle)
+        while step is not None and step.end > start:
+            slots = np.full(len(step), -1) if step.component is None else step.component.swa_indices
+            parts.append(slots[max(start - step.start, 0) :])
+            step = step.parent
+        return join_slots(parts[::-1])
+
+    def _check_kind(self, components: Sequence[Window]) -> None:
+        check_windows(self._tree.root, components, unique_slots=not self._simulated)
 
     # requests: of a row, `[max(protected_len, swa_evicted_len), ...)` of the window slots are the request's own
 
@@ -173,11 +354,6 @@ class SWARadixCache(BaseSWACache):
         super().point_row(req, stored)
         req.swa_indices[start : stored.total_len] = self.swa_path_slots(stored.handle, start)
 
-    def lock_inserted(self, handle: PrefixHandle) -> SWALock:
-        """Lock the prefix of an insert, and as much of its last window as is live."""
-        node = self._tree.resolve(handle)
-        return self._lock(node, self._components.reach(node))
-
     def cache_finished_req(self, req: RequestRow, *, is_insert: bool = True) -> EvictResult:
         """Store and release as any cache; a row without slots of both pools is refused."""
         _check_row(req)
@@ -196,17 +372,6 @@ class SWARadixCache(BaseSWACache):
             freed.append(self.dec_swa_lock_only(lock).swa_freed)
             req.swa_indices[: req.protected_len] = -1
         return EvictResult(NO_SLOTS, join_slots(freed))
-
-    def set_semantic_provider(
-        self,
-        provider: SemanticPrefixProvider | None,
-        *,
-        copy_slots: SlotCopier | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        """Refuse: a donor's windows may be gone, so there is nothing whole to copy."""
-        if provider is not None:
-            raise ConfigError("SWARadixCache takes no semantic provider; use RadixCache for models without windows")
 
 
 def _check_row(req: RequestRow) -> None:
