@@ -232,7 +232,7 @@ class Loop:
         repair = self.reuse.copies.repair
 
         def after_the_first_token(state, req, slots):
-            num_drawn = state.num_tokens - len(req.origin_input_ids) + 1
+            num_drawn = state.prompt.num_tokens - len(req.origin_input_ids) + 1
             assert len(req.output_ids) == num_drawn, "SGLang has had the first token of this attempt, and no other"
             assert not req.finished()
             self.num_repaired += 1

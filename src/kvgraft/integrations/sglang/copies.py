@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import PolicyError
-from kvgraft.graft.select import NoRecompute
-from kvgraft.types import Fidelity, RepairTime
+from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ class Copies:
         slots = self._load(state, req, promised)
         if slots is None:
             return 0
-        state.held.private.append(slots)
+        state.holds(slots)
         return len(slots)
 
     def load_next(self, state: SGLangRequest, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
@@ -58,12 +57,12 @@ class Copies:
         At most `room` slots are taken, so that running requests are not in danger. Returns those of the positions from
         `req.prefix_len` on, for the caller to write into the row; None for nothing.
         """
-        state.num_steps += 1
-        state.pass_by(req.prefix_len, self.min_run)
+        state.goes_on(req.prefix_len, self.min_run)
         total = sum(span.length for span in state.adjoining(req.prefix_len))
         return self._load(state, req, total if total <= room else -1) if total else None
 
     def _load(self, state: SGLangRequest, req: Any, expected: int) -> Tensor | None:  # noqa: ANN401
+        state.started()
         slots = self.loader.load(state, req.prefix_len, expected)
         if slots is not None:
             req.skip_radix_cache_insert = True  # nothing approximate is ever published, and copies belong to the row
@@ -74,11 +73,11 @@ class Copies:
         if self.recomputer is not None:
             self._recompute(state, req, slots, self.recomputer.run)
         elif state.has_shifted:
-            state.repaired(_num_drawn(state))  # what is chosen are gaps, which SGLang computes
+            state.repaired()  # what is chosen are gaps, which SGLang computes
 
     def repair(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute chosen tokens again once SGLang has computed the prompt, which lies in `slots` (int64)."""
-        state.due = []
+        state.load_only()
         if self.recomputer is not None:
             self._recompute(state, req, slots, self.recomputer.repair)
 
@@ -102,13 +101,12 @@ class Copies:
             tokens, plan = recomputer.in_step(partial(_carried_out, state, req, spans), RuntimeError)
             work = passes(tokens, plan, slots[: len(tokens)], policy)
             recomputer.in_step(partial(state.recomputed, policy.name, work), RuntimeError)
-            state.repaired(_num_drawn(state))
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)
         except RuntimeError as error:  # a pass failed, on all ranks; what was copied is as approximate as before
             self.log.failed("recompute", state.rid, error)
-            state.policy = NoRecompute.name
-        state.recompute_ms += 1e3 * (time.perf_counter() - started)
+            state.left_as_copied()
+        state.passes_took(1e3 * (time.perf_counter() - started))
 
     def _compute_copied(
         self,
@@ -123,19 +121,16 @@ class Copies:
         Where that fails, too, the request goes on with its copies, as after any pass that fails. It stays approximate:
         nothing of it is published, its donors have a generation, its report names its spans and policy `none`.
         """
-        state.due = []
+        state.load_only()
         state.missed(self.log.failed("selection policy", state.rid, error))
         start = min(span.target_start for span in state.lineage.spans if span.fidelity is Fidelity.SHIFTED)
         try:
-            recomputer.run_all(_tokens(req, state.num_tokens), slots, start)
+            recomputer.run_all(_tokens(req, state.prompt.num_tokens), slots, start)
         except RuntimeError as failure:  # on all ranks, as well
             self.log.failed("recompute", state.rid, failure)
-            state.policy = NoRecompute.name
+            state.left_as_copied()
             return
-        if state.repair.time is RepairTime.AFTER:
-            state.computed_in_full(start, _num_drawn(state))
-        else:
-            state.withdraw(start)
+        state.computed_from(start)
 
 
 def _tokens(req: Any, count: int) -> NDArray[np.int64]:  # noqa: ANN401
@@ -148,10 +143,5 @@ def _carried_out(
     spans: Sequence[SpanReport],
 ) -> tuple[NDArray[np.int64], GraftPlan]:
     """Return the prompt, without output that was drawn before a retraction, and its plan with `spans`."""
-    tokens = _tokens(req, state.prompt_len)
+    tokens = _tokens(req, state.prompt.prompt_len)
     return tokens, state.plan(len(tokens), spans)
-
-
-def _num_drawn(state: SGLangRequest) -> int:
-    """Return how many tokens of the answer have been drawn when the policy's choice is computed."""
-    return state.num_drawn + int(state.repair.time is RepairTime.AFTER)

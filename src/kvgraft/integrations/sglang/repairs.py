@@ -15,7 +15,7 @@ import numpy as np
 
 from kvgraft.graft.select import says_much_twice
 from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
-from kvgraft.types import Fidelity, RepairTime
+from kvgraft.types import Fidelity
 
 if TYPE_CHECKING:
     from array import array
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.sglang.copies import Copies
     from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.types import RepairReport
+    from kvgraft.reuse.repair_time import RepairPlan
+    from kvgraft.types import RepairTime
 
 
 BEGUN = "its answer was begun before a retraction"
@@ -52,7 +53,7 @@ class Repairs:
     most_rows: int = MOST_ROWS
     waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
 
-    def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairReport:
+    def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairPlan:
         """Return when a request that `asked` for a time is repaired.
 
         Args:
@@ -64,9 +65,9 @@ class Repairs:
         def reason_to_wait() -> str:
             return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
 
-        return planned_repair(asked, reason_to_wait).report()
+        return planned_repair(asked, reason_to_wait)
 
-    def planned_for(self, state: SGLangRequest, tokens: array[int]) -> RepairReport:
+    def planned_for(self, state: SGLangRequest, tokens: array[int]) -> RepairPlan:
         """Return when a decided request is repaired: what it copies may be a reason to wait. The same on all ranks."""
 
         def reason_to_wait() -> str:
@@ -75,8 +76,8 @@ class Repairs:
                 return ""
             return REPEATS if says_much_twice(np.frombuffer(tokens[:], np.int64), due) else ""
 
-        repair = state.repair
-        return repair if repair.reason else planned_repair(repair.time, reason_to_wait).report(repair.from_token)
+        plan = state.repair_plan
+        return plan if plan.reason else planned_repair(plan.time, reason_to_wait)
 
     def rows(self, state: SGLangRequest) -> int:
         """Return about how many rows the repair of a request takes; the same on all ranks."""
@@ -97,7 +98,7 @@ class Repairs:
 
     def loaded(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
         """Compute the choice in what was loaded, before SGLang computes from `len(slots)` (int64) on, or have it wait."""
-        if state.repair.time is RepairTime.BEFORE:
+        if not state.repairs_after:
             self.copies.recompute(state, req, slots)
         elif self.copies.recomputer is not None and state.has_shifted:
             self.waiting[req] = state
@@ -110,7 +111,7 @@ class Repairs:
         """Repair a request that is due; `row` are its slots by position. One that was aborted since needs no repair."""
         state = self.waiting.pop(req)
         if req.to_finish is None:
-            self.copies.repair(state, req, row[: state.num_tokens].long())
+            self.copies.repair(state, req, row[: state.prompt.num_tokens].long())
 
     def drop(self, req: Any) -> None:  # noqa: ANN401
         """A request ended, begins anew, or has K/V of other weights: it waits for no repair."""

@@ -1,4 +1,7 @@
-"""A request on its way through prefill: its decision, its wait for stores, the slots it holds and the origin of its K/V."""
+"""A request on its way through prefill: its decision, its wait for stores, the slots it holds and the origin of its K/V.
+
+What happens to a request is a method of `SGLangRequest`, which alone changes it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import numpy as np
 from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.spans import UNDECIDED, LoadDecision
 from kvgraft.reuse.lineage import Lineage
+from kvgraft.reuse.repair_time import RepairPlan
 from kvgraft.reuse.report import report_as_dict, request_report
-from kvgraft.types import Fidelity, GraftPlan, Match, RepairReport, RepairTime
+from kvgraft.types import Fidelity, GraftPlan, Match, RepairTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,28 +26,68 @@ if TYPE_CHECKING:
     from kvgraft.graft.steps import GraftWork
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.reuse.reads import StoredReads
-    from kvgraft.types import GraftReport, Miss, Namespace, SpanReport
+    from kvgraft.types import GraftReport, Miss, Namespace, RepairReport, SpanReport
 
 
-_BEFORE = RepairReport(RepairTime.BEFORE)
+class RequestPhase(Enum):
+    """Progress of a request. Nothing but `SGLangRequest` changes it."""
+
+    NEW = "new"
+    """It came, or begins again; donors were not looked for."""
+    READING = "reading"
+    """It keeps its place in the queue: K/V of stored donors are on their way."""
+    WAITING = "waiting"
+    """Decided, by a lookup for its last match; SGLang has given it no row."""
+    STALE = "stale"
+    """As `WAITING`, by a lookup for an earlier match: donors are looked for again before anything is loaded."""
+    STARTED = "started"
+    """Its prompt is computed; regions may be loaded between chunks."""
 
 
-class ReadPhase(Enum):
-    """Progress of a request's one wait for stores."""
-
-    NOT_BEGUN = "not begun"
-    UNDER_WAY = "under way"
-    OVER = "over"
+_BEFORE = RepairPlan(RepairTime.BEFORE)
+_WITHOUT_DECISION = (RequestPhase.NEW, RequestPhase.READING)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoreWait:
-    """The wait of a request for stores: reads while they are under way, then why they were of no use, if they were not."""
+@dataclass(frozen=True, slots=True)
+class MatchedPrompt:
+    """A prompt as SGLang matched it last.
 
-    phase: ReadPhase = ReadPhase.NOT_BEGUN
-    reads: StoredReads | None = None
-    miss: Miss | None = None
+    Attributes:
+        num_tokens: Its length, with output that was generated before a retraction.
+        prompt_len: Length of the prompt alone, for which reuse is planned, so that no retraction changes what is chosen.
+        end: Positions from it on are computed.
+        at: When, in seconds of some clock.
+    """
+
+    num_tokens: int = 0
+    prompt_len: int = 0
+    end: int = 0
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """The end of a request's one wait for stores: why they were of no use, if they were not, and how long it took."""
+
+    miss: Miss | None
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PassWork:
+    """What passes over chosen tokens have done.
+
+    Attributes:
+        policy: That chose them; empty for none so far.
+        num_corrected: Reused tokens that were corrected for drift and not computed again.
+        ms: Time of the passes, beside SGLang's own.
+        repair: Which tokens were drawn from it; None while nothing was computed.
+    """
+
+    policy: str = ""
+    num_corrected: int = 0
     ms: float = 0.0
+    repair: RepairReport | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -80,57 +124,52 @@ class SGLangRequest:
     Attributes:
         rid: SGLang's name of the request; clients choose it.
         attempts: Those before each retraction so far.
+        is_reported: Not where an earlier attempt could not be summed up, which may have been worse than all that are known.
+        phase: How far it is.
+        prompt: As it was matched last.
         lineage: Origin of its K/V, from the last match on.
-        num_tokens: Length of the prompt, with output that was generated before a retraction.
-        prompt_len: Length of the prompt alone, for which reuse is planned, so that no retraction changes what is chosen.
-        matched_at: When it was last matched, in seconds of some clock.
-        end: Positions from it on are computed, by the last match.
-        is_decided: Donors were looked for since it came, or began again.
-        is_kept: At the last match they were not: what was found before may have changed, and is not to be loaded.
+        decision: The answer to the last lookup.
         due: Spans still to be loaded, ascending.
+        reads: Of stored donors; None but while `READING`.
+        read: How these ended; None before: a request waits once.
+        repair_plan: When the policy's choice is computed.
+        held: Slots that it has.
         sources: By span of the lineage, the request that computed it and the tier from which it was copied.
-        is_timed: Its prefill has been measured.
-        registered_len: Tokens from the start that are donors already.
-        policy: Policy that chose tokens to compute again; empty for none.
-        repair: When the policy's choice is computed.
         num_taken: Spans of the lineage of which the policy has had its choice.
-        num_corrected: Reused tokens that were corrected for drift and not computed again.
+        passes: What was computed of that choice.
         num_steps: Prefill steps that the gaps were cut into, the first one included.
         graft_ms: Time of all copies.
-        recompute_ms: Time of passes over chosen tokens, beside SGLang's own.
-        is_reported: Not where an earlier attempt could not be summed up, which may have been worse than all that are known.
+        registered_len: Tokens from the start that are donors already.
+        is_timed: Its prefill has been measured.
     """
 
     rid: str
     namespace: Namespace
     attempts: tuple[PrefillAttempt, ...] = ()
+    is_reported: bool = True
+    phase: RequestPhase = RequestPhase.NEW
+    prompt: MatchedPrompt = MatchedPrompt()
     lineage: Lineage = field(default_factory=lambda: Lineage(0))
-    num_tokens: int = 0
-    prompt_len: int = 0
-    matched_at: float = 0.0
-    end: int = 0
-    is_decided: bool = False
-    is_kept: bool = False
     decision: LoadDecision = UNDECIDED
     due: list[LoadSpan] = field(default_factory=list)
-    wait: StoreWait = StoreWait()
+    reads: StoredReads | None = None
+    read: ReadOutcome | None = None
+    repair_plan: RepairPlan = _BEFORE
     held: HeldSlots = field(default_factory=HeldSlots)
     sources: list[dict[str, object]] = field(default_factory=list)
-    is_timed: bool = False
-    registered_len: int = 0
-    policy: str = ""
-    repair: RepairReport = _BEFORE
     num_taken: int = 0
-    num_corrected: int = 0
+    passes: PassWork = PassWork()
     num_steps: int = 1
     graft_ms: float = 0.0
-    recompute_ms: float = 0.0
-    is_reported: bool = True
+    registered_len: int = 0
+    is_timed: bool = False
+
+    # What is known of it
 
     @property
-    def reads(self) -> StoredReads | None:
-        """Reads of stored donors that are under way."""
-        return self.wait.reads
+    def is_decided(self) -> bool:
+        """Whether donors were looked for since it came, or began again, and no store is waited for."""
+        return self.phase not in _WITHOUT_DECISION
 
     @property
     def miss(self) -> Miss | None:
@@ -150,40 +189,91 @@ class SGLangRequest:
     @property
     def num_drawn(self) -> int:
         """Tokens of the answer that were generated before a retraction."""
-        return self.num_tokens - self.prompt_len
+        return self.prompt.num_tokens - self.prompt.prompt_len
 
-    def matched(self, num_tokens: int, prompt_len: int, prefix_len: int, now: float) -> None:
-        """Note that SGLang gives the first `prefix_len` tokens; the request has no K/V of its own yet."""
-        self.num_tokens, self.prompt_len = num_tokens, min(num_tokens, prompt_len)
-        self.lineage, self.matched_at = Lineage(prefix_len), now
-        self.num_taken = self.num_corrected = 0
+    @property
+    def repairs_after(self) -> bool:
+        """Whether the policy's choice is computed with the second token."""
+        return self.repair_plan.time is RepairTime.AFTER
 
-    def missed(self, miss: Miss) -> None:
-        """Note why what was decided is not loaded; spans that are still due stay so."""
-        self.decision = replace(self.decision, miss=miss)
+    # Before admission
 
-    def refuse(self, miss: Miss) -> None:
-        """Load nothing."""
+    def matched(self, prompt: MatchedPrompt, prefix_len: int, *, is_kept: bool = False) -> None:
+        """SGLang gives the first `prefix_len` tokens, and the request has no K/V of its own yet.
+
+        What was found for an earlier match may be kept; else donors are looked for after this.
+        """
+        self.prompt, self.lineage, self.num_taken = prompt, Lineage(prefix_len), 0
+        self.passes = replace(self.passes, num_corrected=0)
+        if is_kept:
+            self.phase = RequestPhase.STALE
+        else:
+            self.phase = RequestPhase.WAITING if self.reads is None else RequestPhase.READING
+
+    def decided(self, decision: LoadDecision) -> None:
+        """A lookup was answered."""
+        self.decision = decision
+
+    def chosen(self, spans: Sequence[LoadSpan]) -> None:
+        """All ranks load `spans`."""
+        self.due = list(spans)
+
+    def refused(self, miss: Miss) -> None:
+        """Nothing is loaded."""
         self.due = []
         self.decision = LoadDecision(miss=miss, lookup_ms=self.decision.lookup_ms)
 
+    def planned(self, repair: RepairPlan) -> None:
+        """It is known when the policy's choice is computed."""
+        self.repair_plan = repair
+
+    def reading(self, reads: StoredReads) -> None:
+        """Reads have begun. The rest is planned again when they are over."""
+        self.due, self.reads, self.phase = [], reads, RequestPhase.READING
+
+    def read_over(self, miss: Miss | None, ms: float = 0.0) -> None:
+        """Nothing is read any more: what there is is at hand, and `miss` says why there is not all of it."""
+        self.reads, self.read, self.phase = None, ReadOutcome(miss, ms), RequestPhase.WAITING
+        self.decision = replace(self.decision, depends_on=None)
+
     def forget_donors(self) -> None:
-        """Give up everything that was promised of donors that are gone."""
+        """Everything that was promised is of donors that are gone."""
         self.due = []
-        if self.wait.phase is ReadPhase.UNDER_WAY:
-            self.wait = StoreWait()
+        if self.phase is RequestPhase.READING:
+            self.reads, self.phase = None, RequestPhase.WAITING
 
-    def retracted(self, policy: str) -> SGLangRequest:
-        """Return the request as it begins anew."""
-        attempts = (*self.attempts, self.attempt(policy))
-        return SGLangRequest(self.rid, self.namespace, attempts, is_reported=self.is_reported)
+    # Loading
 
-    def unreported(self) -> SGLangRequest:
-        """Return the request as it begins anew where this attempt cannot be summed up: it has no report."""
-        return SGLangRequest(self.rid, self.namespace, is_reported=False)
+    def started(self) -> None:
+        """SGLang computes its prompt."""
+        self.phase = RequestPhase.STARTED
+
+    def goes_on(self, position: int, min_run: int) -> None:
+        """A further chunk begins at `position`; what is due before it is cut off, and the rest must be worth its copy.
+
+        A request goes on from its exact prefix or not at all.
+        """
+        self.num_steps += 1
+        due = [span for span in self.due if span.end > position and (span.start >= position or not span.goes_on)]
+        after = [span if span.start >= position else span.after(position) for span in due]
+        self.due = [span for span in after if span.start > position or span.length >= min_run]
+
+    def take_due(self, position: int) -> list[LoadSpan]:
+        """Return the spans that follow one another from `position` on; they are not due any more."""
+        spans = self.adjoining(position)
+        self.due = [span for span in self.due if span not in spans]
+        return spans
+
+    def load_only(self, spans: Sequence[LoadSpan] = ()) -> None:
+        """Nothing but `spans` is loaded any more."""
+        self.due = list(spans)
+
+    def missed(self, miss: Miss) -> None:
+        """What was decided is not loaded; spans that are still due stay so."""
+        self.decision = replace(self.decision, miss=miss)
 
     def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
-        """Note that `spans` were copied; what the request goes on from comes first."""
+        """Spans were copied; what the request goes on from comes first."""
         for span in spans:
             if span.goes_on:
                 assert span.donor is not None
@@ -193,63 +283,118 @@ class SGLangRequest:
         self.sources += sources
 
     def unload(self, start: int) -> None:
-        """Note that what was last copied, from `start` on, has no slots after all; what was copied before is as it was."""
+        """What was last copied, from `start` on, has no slots after all; what was copied before is as it was."""
         self.lineage.withdraw(start)
         num_spans = len(self.lineage.spans)
         self.num_taken, self.sources = min(self.num_taken, num_spans), self.sources[:num_spans]
 
-    def withdraw(self, start: int) -> None:
-        """Note that everything from `start`, the first shifted copy, on was computed since."""
-        self.lineage.withdraw(start)
-        self.num_taken, self.num_corrected = len(self.lineage.spans), 0
-        self.sources = self.sources[: self.num_taken]
+    def loading_took(self, ms: float) -> None:
+        """A load has ended, well or not."""
+        self.graft_ms += ms
+
+    def holds(self, slots: Tensor) -> None:
+        """It has slots, and no row yet."""
+        self.held.private.append(slots)
+
+    # Passes over chosen tokens
+
+    def take_loaded(self) -> tuple[SpanReport, ...]:
+        """Return the spans loaded since the last call."""
+        spans, self.num_taken = self.lineage.spans[self.num_taken :], len(self.lineage.spans)
+        return spans
 
     def recomputed(self, policy: str, work: GraftWork) -> None:
-        """Note that the choice of `policy` was computed."""
-        self.policy = policy
+        """The choice of `policy` was computed."""
         self.lineage.recompute(work.recomputed_runs)
-        self.num_corrected += work.num_corrected
+        num_corrected = self.passes.num_corrected + work.num_corrected
+        self.passes = replace(self.passes, policy=policy, num_corrected=num_corrected)
+        self.repaired()
 
-    def repaired(self, num_drawn: int) -> None:
-        """Note that the choice of the policy was computed when `num_drawn` tokens of the answer had been drawn."""
-        self.repair = replace(self.repair, from_token=num_drawn + 1)
+    def repaired(self) -> None:
+        """What was chosen so far is computed: tokens are drawn from that from now on."""
+        self.passes = replace(self.passes, repair=self.repair_plan.report(self._next_drawn))
 
-    def computed_in_full(self, start: int, num_drawn: int) -> None:
-        """Note that the prompt was computed from `start`, the first shifted copy, on, when `num_drawn` tokens were drawn.
+    def computed_from(self, start: int) -> None:
+        """Everything from `start`, the first shifted copy, on was computed.
 
-        These rest on the copies, so the lineage keeps them. What the request goes on from stays approximate.
+        Where that came after the first token, the lineage keeps the copies that it was drawn from. What the request goes on
+        from stays approximate.
         """
+        if not self.repairs_after:
+            self.lineage.withdraw(start)
+            self.num_taken, self.sources = len(self.lineage.spans), self.sources[: len(self.lineage.spans)]
+            self.passes = replace(self.passes, num_corrected=0)
+            return
         again = [
             span for span in self.lineage.spans if span.target_start >= start and span.fidelity is not Fidelity.EXACT
         ]
         self.lineage.recompute((span.target_start, span.length) for span in again)
-        exact_from = None if self.lineage.generation_at(start) else num_drawn + 1
-        self.repair = replace(
-            self.repair,
-            from_token=num_drawn + 1,
-            exact_from_token=exact_from,
-            healed_tokens=self.num_tokens - start,
+        repair = replace(
+            self.repair_plan.report(self._next_drawn),
+            exact_from_token=None if self.lineage.generation_at(start) else self._next_drawn,
+            healed_tokens=self.prompt.num_tokens - start,
         )
+        self.passes = replace(self.passes, repair=repair)
+
+    def left_as_copied(self) -> None:
+        """A pass failed: what was copied stays as approximate as it was."""
+        self.passes = replace(self.passes, policy=NoRecompute.name)
+
+    def passes_took(self, ms: float) -> None:
+        """Passes have ended, well or not."""
+        self.passes = replace(self.passes, ms=self.passes.ms + ms)
+
+    @property
+    def _next_drawn(self) -> int:
+        """Number of the first token of the answer that is drawn from what is computed now."""
+        return self.num_drawn + int(self.repairs_after) + 1
+
+    # What others get of it, and the end
+
+    def registered(self, stop: int) -> None:
+        """The first `stop` tokens are donors."""
+        self.registered_len = stop
+
+    def timed(self) -> None:
+        """Its prefill was measured."""
+        self.is_timed = True
+
+    def gave(self, start: int, stop: int) -> None:
+        """A range of its row belongs to the tree."""
+        self.held.adopted.append((start, stop))
+
+    def retracted(self, policy: str) -> SGLangRequest:
+        """Return the request as it begins anew."""
+        attempts = (*self.attempts, self.attempt(policy))
+        return SGLangRequest(self.rid, self.namespace, attempts, self.is_reported)
+
+    def unreported(self) -> SGLangRequest:
+        """Return the request as it begins anew where this attempt cannot be summed up: it has no report."""
+        return SGLangRequest(self.rid, self.namespace, is_reported=False)
 
     def attempt(self, policy: str) -> PrefillAttempt:
-        """Sum up where the request stands."""
+        """Sum up where the request stands; `policy` is the server's."""
+        passes, policy = self.passes, self.passes.policy or policy
         timings_ms = {"lookup": self.decision.lookup_ms, "graft": self.graft_ms}
-        if self.recompute_ms:
-            timings_ms["recompute"] = self.recompute_ms
-        if self.wait.phase is not ReadPhase.NOT_BEGUN:
-            timings_ms["read"] = self.wait.ms
-        policy = self.policy or policy
+        if passes.ms:
+            timings_ms["recompute"] = passes.ms
+        if self.reads is not None:
+            timings_ms["read"] = self.reads.elapsed_ms
+        elif self.read is not None:
+            timings_ms["read"] = self.read.ms
         report = request_report(
             self.lineage,
-            self.num_tokens,
+            self.prompt.num_tokens,
             policy=policy,
             timings_ms=timings_ms,
             miss=self.decision.miss,
-            corrected_tokens=self.num_corrected,
+            corrected_tokens=passes.num_corrected,
             substitution=self.decision.substitution,
-            repair=None if policy == NoRecompute.name else self.repair,
+            repair=None if policy == NoRecompute.name else passes.repair or self.repair_plan.report(),
         )
         return PrefillAttempt(report, tuple(self.sources), self.num_steps)
+
+    # What planning and passes ask
 
     def extent(self) -> tuple[int, int]:
         """Return how many tokens are moved or will be, and how many of the prompt stand after the last of them.
@@ -260,12 +405,7 @@ class SGLangRequest:
         due = [(span.start, span.length, span.fidelity) for span in self.due]
         spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is Fidelity.SHIFTED]
         end = max(start + length for start, length in spans)
-        return sum(length for _, length in spans), self.prompt_len - end
-
-    def take_loaded(self) -> tuple[SpanReport, ...]:
-        """Return the spans loaded since the last call."""
-        spans, self.num_taken = self.lineage.spans[self.num_taken :], len(self.lineage.spans)
-        return spans
+        return sum(length for _, length in spans), self.prompt.prompt_len - end
 
     def plan(self, num_tokens: int, spans: Sequence[SpanReport]) -> GraftPlan:
         """Return the plan of a prompt of `num_tokens` as it was carried out, with `spans` for those that are looked at."""
@@ -295,19 +435,6 @@ class SGLangRequest:
             found.append(span)
             position = span.end
         return found
-
-    def drop(self, spans: list[LoadSpan]) -> None:
-        """Forget spans that were loaded or cannot be."""
-        self.due = [span for span in self.due if span not in spans]
-
-    def pass_by(self, position: int, min_run: int) -> None:
-        """Cut off everything before `position`; the rest of a span must be worth its copy.
-
-        A request goes on from its exact prefix or not at all.
-        """
-        due = [span for span in self.due if span.end > position and (span.start >= position or not span.goes_on)]
-        after = [span if span.start >= position else span.after(position) for span in due]
-        self.due = [span for span in after if span.start > position or span.length >= min_run]
 
     def next_start(self, position: int) -> int | None:
         """Return the start of the next span after `position`, or None."""

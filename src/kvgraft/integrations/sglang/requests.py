@@ -25,11 +25,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvgraft.errors import CorruptCacheError
-from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.planning.spans import LoadDecision
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
-from kvgraft.integrations.sglang.request_state import ReadPhase, SGLangRequest, StoreWait
+from kvgraft.integrations.sglang.request_state import MatchedPrompt, RequestPhase, SGLangRequest
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.reuse.continuation import may_go_on
 from kvgraft.reuse.together import FailedTogetherError
@@ -182,7 +181,7 @@ class RequestReuse:
         """
         self._is_empty = False
         state = self._states.get(req)
-        is_kept = may_keep and state is not None and state.is_decided and state.reads is None
+        is_kept = may_keep and state is not None and state.is_decided
         try:
             if not is_kept:
                 self.ranks.together(functools.partial(self._matched, req, tokens, end, prefix_len))
@@ -206,13 +205,15 @@ class RequestReuse:
         state = self._states.get(req)
         if state is None:  # on one rank; the others have one by now
             state = self._states[req] = self._new(req)
-        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
-        state.refuse(miss)
-        state.end, state.is_decided = end, True
+        state.matched(self._prompt(req, tokens, end), prefix_len)
+        state.refused(miss)
         if state.reads is not None:
             state.reads.cancel()
         if self.stores is not None:  # it waits once
-            state.wait = StoreWait(ReadPhase.OVER, miss=miss)
+            state.read_over(miss)
+
+    def _prompt(self, req: Any, tokens: array[int], end: int) -> MatchedPrompt:  # noqa: ANN401
+        return MatchedPrompt(len(tokens), min(len(tokens), len(req.origin_input_ids)), end, self.clock())
 
     def _matched(self, req: Any, tokens: array[int], end: int, prefix_len: int) -> None:  # noqa: ANN401
         self.settle()
@@ -222,8 +223,7 @@ class RequestReuse:
             state = self._states[req] = self._new(req)
             if self.stores is not None and not self.is_stale:
                 self.stores.look_after(req.rid, len(tokens))
-        state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
-        state.end, state.is_decided = end, True
+        state.matched(self._prompt(req, tokens, end), prefix_len)
         self._decide_together(state, req, tokens)
 
     def _new(self, req: Any) -> SGLangRequest:  # noqa: ANN401
@@ -242,9 +242,7 @@ class RequestReuse:
         """Return what is promised now, and have it stay longest: until the request is admitted, others need room."""
         state = self._states[req]
         if is_kept:
-            state.matched(len(tokens), len(req.origin_input_ids), prefix_len, self.clock())
-            state.end = end
-        state.is_kept = is_kept
+            state.matched(self._prompt(req, tokens, end), prefix_len, is_kept=True)
         for span in state.due:
             if span.donor is not None:
                 self.keeper.use(span.donor)
@@ -257,24 +255,24 @@ class RequestReuse:
         once more when it is their turn, however long they wait. All ranks make the same calls.
         """
         state = self._states.get(req)
-        if state is None or not state.is_kept:
+        if state is None or state.phase is not RequestPhase.STALE:
             return None
-        return self.promise(req, req.full_untruncated_fill_ids, state.end, state.lineage.prefix_len)
+        return self.promise(req, req.full_untruncated_fill_ids, state.prompt.end, state.lineage.prefix_len)
 
     def _decide_together(self, state: SGLangRequest, req: Any, tokens: array[int]) -> None:  # noqa: ANN401
         mode, repair, wrong = self._asked(req)
         num_drawn = state.num_drawn
-        state.repair = self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn)
+        state.planned(self.repairs.planned(repair, req.sampling_params.max_new_tokens - num_drawn, num_drawn))
         refused = (
             self._refused(req) or self._computed(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
         )
         if refused is not None:
-            state.refuse(refused)
+            state.refused(refused)
             return
         if self.stores is not None and self.stores.is_reading(state):
             return
-        self._agree(state, self._decide(state, req, mode, tokens, state.end))
-        state.repair = self.repairs.planned_for(state, tokens)
+        self._agree(state, self._decide(state, req, mode, tokens, state.prompt.end))
+        state.planned(self.repairs.planned_for(state, tokens))
         if self.stores is not None:
             self.stores.begin(state)
 
@@ -331,7 +329,7 @@ class RequestReuse:
         """
         prefix_len = state.lineage.prefix_len
         if state.num_drawn:
-            tokens, end = tokens[: state.prompt_len], min(end, state.prompt_len - 1)
+            tokens, end = tokens[: state.prompt.prompt_len], min(end, state.prompt.prompt_len - 1)
         try:
             depends_on = (self.keeper.version, self.continuations.version, len(tokens), end, prefix_len)
             if depends_on == state.decision.depends_on and all(map(self._is_there, state.adjoining(prefix_len))):
@@ -344,8 +342,8 @@ class RequestReuse:
             decision = self.planner.plan(state.namespace, tokens, known_len, end, may_read=may_read)
             if decision.miss is not None and decision.miss.reason in (MissReason.ERROR, MissReason.POLICY_ERROR):
                 self.log.count_error()
-            if decision.miss is not None and state.wait.miss is not None:
-                decision = replace(decision, miss=state.wait.miss)
+            if decision.miss is not None and state.read is not None and state.read.miss is not None:
+                decision = replace(decision, miss=state.read.miss)
             if self.substitutes is not None and mode is ReuseMode.SUBSTITUTE:
                 decision = self._substituted(
                     self.substitutes, state, req, tokens[: end + 1], decision, known_len=known_len
@@ -353,9 +351,9 @@ class RequestReuse:
             if goes_on is not None:
                 decision = replace(decision, spans=(goes_on, *decision.spans))
             # A lookup corrects donors that it finds shorter than they were.
-            state.decision = replace(decision, depends_on=(self.keeper.version, *depends_on[1:]))
+            state.decided(replace(decision, depends_on=(self.keeper.version, *depends_on[1:])))
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is computed instead
-            state.decision = LoadDecision(miss=self.log.failed("lookup", state.rid, error))
+            state.decided(LoadDecision(miss=self.log.failed("lookup", state.rid, error)))
         return state.decision.spans
 
     def _agree(self, state: SGLangRequest, spans: tuple[LoadSpan, ...] | None) -> None:
@@ -363,9 +361,9 @@ class RequestReuse:
         chosen = self.ranks.chosen(spans, self.keeper.digest, state.decision.goes_on)
         if not chosen.are_alike:
             self._begin_anew()
-            state.refuse(Miss(MissReason.ERROR, _UNLIKE))
+            state.refused(Miss(MissReason.ERROR, _UNLIKE))
         elif chosen.spans is not None:
-            state.due = list(chosen.spans)
+            state.chosen(chosen.spans)
 
     def _substituted(
         self,
@@ -421,7 +419,7 @@ class RequestReuse:
         self.repairs.drop(req)
         state = self._states.get(req)
         if state is not None:
-            state.policy = NoRecompute.name
+            state.left_as_copied()
 
     def repairs_due(self, reqs: Sequence[Any]) -> list[Any]:
         """See `Repairs.due`.
@@ -466,7 +464,7 @@ class RequestReuse:
         """Give up the regions that do not touch the exact prefix."""
         state = self._states.get(req)
         if state is not None:
-            state.due = state.adjoining(req.prefix_len)
+            state.load_only(state.adjoining(req.prefix_len))
 
     @_guarded("repair", lambda: False, is_read=True)
     def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
@@ -478,7 +476,7 @@ class RequestReuse:
     def rows_now(self, req: Any) -> int:  # noqa: ANN401
         """Return about how many rows are repaired in the step that admits the request."""
         state = self._states.get(req)
-        is_now = state is not None and state.repair.time is RepairTime.BEFORE
+        is_now = state is not None and not state.repairs_after
         return self.repairs.rows(state) if state is not None and is_now else 0
 
     # Publishing

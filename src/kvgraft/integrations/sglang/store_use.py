@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.integrations.sglang.request_state import ReadPhase, StoreWait
 from kvgraft.reuse.together import FailedTogetherError
 
 if TYPE_CHECKING:
@@ -65,26 +64,26 @@ class StoreUse:
 
         Adapters are known by names, which may come to mean other weights: K/V of theirs are in no store.
         """
-        return state.wait.phase is not ReadPhase.OVER and not state.namespace.adapter
+        return state.read is None and not state.namespace.adapter
 
     def begin(self, state: SGLangRequest) -> bool:
         """Begin to read the spans that only a store has; the rest is planned again when they are there."""
         stored = [span for span in state.due if span.is_stored]
         if not stored:
             return False
-        state.due = []
+        state.load_only()
         try:
-            state.wait = StoreWait(ReadPhase.UNDER_WAY, self.link.begin(stored))
+            state.reading(self.link.begin(stored))
         except FailedTogetherError as error:
             miss = self._failed(state.rid, error)
             state.missed(miss)
-            state.wait = StoreWait(ReadPhase.OVER, miss=miss)
+            state.read_over(miss)
             return False
         return True
 
     def is_reading(self, state: SGLangRequest) -> bool:
         """Whether stored K/V are still on their way; those that have arrived are at hand from now on."""
-        reads = state.wait.reads
+        reads = state.reads
         if reads is None:
             return False
         try:
@@ -92,25 +91,23 @@ class StoreUse:
         except FailedTogetherError as error:
             is_over, reads.miss = True, self._failed(state.rid, error)
             reads.cancel()
-        ms = reads.elapsed_ms
-        state.wait = StoreWait(ReadPhase.OVER, miss=reads.miss, ms=ms) if is_over else replace(state.wait, ms=ms)
         if is_over:
-            state.decision = replace(state.decision, depends_on=None)
+            state.read_over(reads.miss, reads.elapsed_ms)
         return not is_over
 
     def nap(self, state: SGLangRequest) -> None:
         """Wait a moment for the reads of a request."""
-        if state.wait.reads is not None:
-            self.link.nap(state.wait.reads)
+        if state.reads is not None:
+            self.link.nap(state.reads)
 
     def time_prefill(self, state: SGLangRequest) -> None:
         """Measure the prefill of a prompt that was computed after an exact prefix alone."""
         if state.is_timed:
             return
-        state.is_timed = True
-        first = state.lineage.prefix_len
-        cost = self.link.costs.compute_cost(first, state.num_tokens)
-        self.link.prefill.observe(state.num_tokens - first, cost, self.clock() - state.matched_at)
+        state.timed()
+        first, prompt = state.lineage.prefix_len, state.prompt
+        cost = self.link.costs.compute_cost(first, prompt.num_tokens)
+        self.link.prefill.observe(prompt.num_tokens - first, cost, self.clock() - prompt.at)
 
     def close(self, *, weights_change: bool) -> None:
         """Forget everything that is stored; a failure of before counts no more."""

@@ -17,7 +17,7 @@ KNOWN = [
     ("Ranks.chosen", f"{_HALF}requests.py", "nothing is agreed on"),
     ("RequestReuse._decide_together", f"{_HALF}requests.py", "a request is half matched"),
     ("SGLangRequest.num_drawn", f"{_HALF}requests.py", "a request is half matched"),
-    ("SGLangRequest.pass_by", f"{_HALF}copies.py", "a chunk cannot be begun"),
+    ("SGLangRequest.goes_on", f"{_HALF}copies.py", "a chunk cannot be begun"),
     ("SGLangRequest.loaded", f"{_HALF}donors/loader.py", "slots are nobody's"),
     ("DonorKeeper.record_hit", f"{_HALF}donors/loader.py", "slots are nobody's"),
     ("DonorKeeper.capture", f"{_HALF}requests.py", "slots have another text than is noted"),

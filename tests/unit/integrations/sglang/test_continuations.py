@@ -402,7 +402,7 @@ def test_a_policy_that_fails_leaves_approximate_what_the_session_goes_on_from(mo
         assert lineage.generation_at(known) == 1
         assert lineage.exact_len(known) == len(HEAD)
         state = session.scheduler.reuse._states[entry.req]
-        assert state.repair.exact_from_token is None
+        assert state.passes.repair is None, "nothing is exact"
         session.scheduler.finish(entry)
         session.scheduler.check()
 

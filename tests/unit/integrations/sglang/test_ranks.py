@@ -120,7 +120,7 @@ def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     world.publish("donor", document)
     (donor,) = world.keeper.catalogue
     state = SGLangRequest("query", donor.namespace)
-    state.due = [LoadSpan(0, 50, donor, 10)]
+    state.chosen([LoadSpan(0, 50, donor, 10)])
     elsewhere = FailsElsewhere(lambda: bool(state.lineage.spans))  # once it is loaded here
     loader = Loader(world.tree, world.pool, world.keeper, None, ranks=elsewhere, log=world.log)
     assert loader.load(state, 0, 50) is None

@@ -21,7 +21,8 @@ from kvgraft.integrations.sglang.plugin import _early_results
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
 from kvgraft.integrations.sglang.repairs import Repairs
-from kvgraft.types import MissReason, RepairReport, RepairTime
+from kvgraft.reuse.repair_time import RepairPlan
+from kvgraft.types import MissReason, RepairTime
 
 BEFORE, AFTER = RepairTime.BEFORE, RepairTime.AFTER
 NONE = np.empty(0, np.int64)
@@ -30,12 +31,12 @@ NONE = np.empty(0, np.int64)
 @pytest.mark.parametrize(
     ("asked", "num_tokens_left", "refusal", "planned"),
     [
-        (AFTER, 2, "", RepairReport(AFTER)),
-        (AFTER, 1, "", RepairReport(BEFORE, "one token was asked for")),
-        (AFTER, 0, "", RepairReport(BEFORE, "one token was asked for")),
-        (AFTER, 9, "--enable-lora", RepairReport(BEFORE, "--enable-lora")),
-        (BEFORE, 9, "", RepairReport(BEFORE)),
-        (BEFORE, 1, "--enable-lora", RepairReport(BEFORE)),
+        (AFTER, 2, "", RepairPlan(AFTER)),
+        (AFTER, 1, "", RepairPlan(BEFORE, "one token was asked for")),
+        (AFTER, 0, "", RepairPlan(BEFORE, "one token was asked for")),
+        (AFTER, 9, "--enable-lora", RepairPlan(BEFORE, "--enable-lora")),
+        (BEFORE, 9, "", RepairPlan(BEFORE)),
+        (BEFORE, 1, "--enable-lora", RepairPlan(BEFORE)),
     ],
 )
 def test_time_is_that_asked_for_or_has_a_reason(asked, num_tokens_left, refusal, planned):
@@ -52,7 +53,7 @@ def test_time_is_that_asked_for_or_has_a_reason(asked, num_tokens_left, refusal,
     ],
 )
 def test_answer_that_goes_on_waits_for_its_repair(asked, num_tokens_left, refusal, reason):
-    assert Repairs(None, refusal).planned(asked, num_tokens_left, num_drawn=1) == RepairReport(BEFORE, reason)
+    assert Repairs(None, refusal).planned(asked, num_tokens_left, num_drawn=1) == RepairPlan(BEFORE, reason)
 
 
 class NotedPasses:

@@ -70,8 +70,7 @@ class Loader:
         Raises:
             FailedTogetherError: It failed on all ranks, and their trees may not be alike any more.
         """
-        spans = state.adjoining(position)
-        state.drop(spans)
+        spans = state.take_due(position)
         pins: list[object] = []
         started = time.perf_counter()
         try:
@@ -79,7 +78,7 @@ class Loader:
         finally:
             for pin in pins:
                 self.tree.unpin(pin)
-            state.graft_ms += 1e3 * (time.perf_counter() - started)
+            state.loading_took(1e3 * (time.perf_counter() - started))
         return slots
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:

@@ -83,7 +83,7 @@ class DonorRegistrar:
         tokens = req.full_untruncated_fill_ids[:stop]
         text = TreeText(tokens, state.namespace, req.extra_key, req.cache_salt, 0, 0, _origin(state))
         self._keeper.publish(text, start, slots)
-        state.registered_len = stop
+        state.registered(stop)
 
     def pieces(self, req: Any, state: SGLangRequest) -> list[GivenPiece]:  # noqa: ANN401 - SGLang's Req
         """Return what `req`, which holds copies, leaves to the tree.
@@ -142,7 +142,7 @@ class DonorRegistrar:
                 raise
             finally:
                 if taken > known:
-                    state.held.adopted.append((text.base + known, text.base + taken))
+                    state.gave(text.base + known, text.base + taken)
             if text.generation:
                 path = self._tree.slots(self._tree.resident(text, len(slots)).node)
                 self._continuations.note(text, known, path[: len(slots)], _gone_on_from(state))

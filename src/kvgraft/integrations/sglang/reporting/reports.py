@@ -127,7 +127,7 @@ class RequestLog:
 
     def _ended(self, state: SGLangRequest, policy: str, outcome: str, output_tokens: int) -> dict[str, object]:
         # One that waits again after a retraction has not been matched.
-        current = () if state.attempts and not state.num_tokens else (state.attempt(policy),)
+        current = () if state.attempts and not state.prompt.num_tokens else (state.attempt(policy),)
         attempts = (*state.attempts, *current)
         report = worst_report(attempt.report for attempt in attempts)
         entry: dict[str, object] = {
