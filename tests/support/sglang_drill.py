@@ -10,8 +10,6 @@ from tests.unit.integrations.sglang.rank_threads import ThreadRanks, on_ranks
 from tests.unit.integrations.sglang.scheduler import Scheduler, order_of
 from tests.unit.integrations.sglang.shelf import Shelf
 
-from kvgraft.integrations.sglang.requests import RequestReuse
-
 KINDS = {
     "plain": {"recomputes": False, "selection": "none"},
     "passes": {"recomputes": True, "selection": "first_k", "page_size": 4},
@@ -19,9 +17,8 @@ KINDS = {
 }
 """By whether passes of our own are run, and where donors are."""
 _DOCUMENTS = [[1000 * number + index for index in range(70)] for number in range(1, 4)]
-_CALLS = {name for name, value in vars(RequestReuse).items() if callable(value) and not name.startswith("_")} - {
-    "check"
-}
+_PARTS = ("books", "promises", "loading", "repairs", "publishing", "ends")
+"""Of `RequestReuse`; SGLang calls these, but for checks of books."""
 _MOST_ROUNDS = 200
 
 
@@ -44,7 +41,7 @@ class RankDrill(CallDrill):
 
     def is_guarded(self, place: Place) -> bool:
         """Whether a failure there is to be caught: what ranks fail together by must not fail itself."""
-        return super().is_guarded(place) and not place.callee.startswith(("Together.", "FailedTogether", "_guarded."))
+        return super().is_guarded(place) and not place.callee.startswith(("Together.", "FailedTogether", "guarded."))
 
     def run(self, calls: FailingCalls) -> list[str]:
         shelf = Shelf() if self.kind == "store" else None
@@ -67,6 +64,12 @@ class RankDrill(CallDrill):
         return []
 
 
+def watched(part: object, calls) -> Watched:
+    """A part, of which every public call is watched but `check`, which raises."""
+    names = {name for name, value in vars(type(part)).items() if callable(value) and not name.startswith("_")}
+    return Watched(part, names - {"check"}, calls)
+
+
 class _Run:
     def __init__(self, kind: str, calls, ranks: ThreadRanks | None = None, shelf: Shelf | None = None) -> None:
         self.ranks, self.shelf = ranks, Shelf() if shelf is None and kind == "store" else shelf
@@ -74,8 +77,12 @@ class _Run:
         self.scheduler = Scheduler(shelf=self.shelf, ranks=ranks, **settings)
         self.scheduler.may_lack_reports = ranks is None and calls.is_to_fail
         self.reuse = self.scheduler.reuse
-        self.scheduler.reuse = self.watched = Watched(self.reuse, _CALLS, calls)
-        self.scheduler.tree.on_evicted = self.scheduler.reuse.evicted
+        self.watched = [watched(self.reuse, calls)]
+        for name in _PARTS:
+            self.watched.append(watched(getattr(self.reuse, name), calls))
+            setattr(self.reuse, name, self.watched[-1])
+        self.scheduler.reuse = self.watched[0]
+        self.scheduler.tree.on_evicted = self.scheduler.reuse.publishing.evicted
         self.names = iter(range(10**6))
 
     def failures(self) -> list[str]:
@@ -94,7 +101,8 @@ class _Run:
             try:
                 self.script()
             finally:
-                self.watched.calls = contextlib.nullcontext()
+                for each in self.watched:
+                    each.calls = contextlib.nullcontext()
             self.aftermath()
         finally:
             if self.scheduler.link is not None:
@@ -112,7 +120,7 @@ class _Run:
     def compare(self) -> None:
         """Ranks of which one has forgotten other texts evict others, and run apart."""
         if self.ranks is not None:
-            self.reuse.settle()
+            self.reuse.publishing.settle()
             mine, other = self.ranks.gathered(order_of(self.scheduler))
             assert mine == other, "trees differ"
 
@@ -172,7 +180,7 @@ class _Run:
         assert scheduler.copied_tokens > before, "later requests are not grafted"
         scheduler.check()
         self.compare()
-        assert self.reuse.num_requests == 0, "requests are left"
+        assert self.reuse.books.num_requests == 0, "requests are left"
         assert not self.reuse.repairs.waiting
         scheduler.tree.empty()
         scheduler.check()
@@ -211,7 +219,7 @@ class _Run:
         for _ in range(_MOST_ROUNDS):
             if len(entry.req.output_ids) >= answer:
                 self.scheduler.finish(entry)
-                self.scheduler.reuse.settle()
+                self.scheduler.reuse.publishing.settle()
                 return
             self.go_on(entry, chunk)
         raise AssertionError("a request does not end")

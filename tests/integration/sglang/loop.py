@@ -95,7 +95,7 @@ class Loop:
 
     def __init__(self, scheduler):
         self.scheduler, self.cache, self.reuse = scheduler, scheduler.tree_cache, scheduler.tree_cache.reuse
-        self.buffers = self.reuse.copies.loader.buffers
+        self.buffers = self.reuse.loading.loader.buffers
         self.keys, self.values = self.buffers.keys[0], self.buffers.values[0]
         self.is_late = False
         self._wipe_what_is_allocated()
@@ -185,9 +185,9 @@ class Loop:
         self.contents, self.texts, self.sent, self.wrong = [], {}, [], []
         self.num_unfinished = self.num_recomputed = self.num_repaired = 0
         self._launched, self._unfinished = deque(), deque()
-        self.reuse._states.clear()
+        self.reuse.books.requests.clear()
         self.reuse.repairs.waiting.clear()
-        self.reuse.log.num_errors = 0
+        self.reuse.books.log.num_errors = 0
         scheduler.init_running_status()
         scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
         scheduler.req_to_token_pool.clear()
@@ -228,8 +228,8 @@ class Loop:
         for sender in (scheduler.ipc_channels.send_to_tokenizer, scheduler.ipc_channels.send_to_detokenizer):
             sender.send_output = lambda output, *_: self.sent.append(output)
         model = SimpleNamespace(run=self.run_rows)
-        self.reuse.copies.recomputer = replace(self.reuse.copies.recomputer, model=model)
-        repair = self.reuse.copies.repair
+        self.reuse.repairs.passes.recomputer = replace(self.reuse.repairs.passes.recomputer, model=model)
+        repair = self.reuse.repairs.passes.after
 
         def after_the_first_token(state, req, slots):
             num_drawn = state.prompt.num_tokens - len(req.origin_input_ids) + 1
@@ -238,7 +238,7 @@ class Loop:
             self.num_repaired += 1
             repair(state, req, slots)
 
-        self.reuse.copies.repair = after_the_first_token
+        self.reuse.repairs.passes.after = after_the_first_token
 
     def _account_for_reads(self):
         buffers = self.buffers
@@ -330,7 +330,7 @@ class Loop:
 
     def check_donors(self):
         """The K/V of every donor are those of its tokens, where it says, and exact where it says so."""
-        keeper = self.reuse.keeper
+        keeper = self.reuse.books.keeper
         for donor in list(keeper.catalogue):
             if is_stored(donor):
                 continue

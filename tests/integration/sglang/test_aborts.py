@@ -90,8 +90,8 @@ def test_thousands_of_aborted_requests_leave_nothing(loop, overlap):
     loop.run(leavers, overlap=overlap, chunk=64)
     for stage in ("queued", "between chunks", "running", "retracted"):
         assert leavers.stages[stage] >= 5, leavers.stages
-    assert loop.reuse.num_requests == 0
-    assert loop.reuse.log.num_errors == 0
+    assert loop.reuse.books.num_requests == 0
+    assert loop.reuse.books.log.num_errors == 0
     assert not loop.reuse.repairs.waiting
     assert loop.num_repaired > 0
     loop.evict(10_000)
@@ -128,4 +128,4 @@ def test_prompt_is_aborted_and_sent_again(loop, pause, reuse, overlap):
         is_whole = "first." in was_answered
         assert (report["shifted_tokens"] > 0) == (reuse == "graft" and not is_whole)
         assert (report["continued_tokens"] > 0) == (reuse == "graft" and is_whole)
-        assert loop.reuse.num_requests == 0
+        assert loop.reuse.books.num_requests == 0

@@ -108,7 +108,7 @@ def most_repaired_in_a_step(loop, *, overlap, most_rows, mixed):
 )
 def test_repairs_of_a_burst_are_spread_over_steps(loop, overlap, mixed, interval, monkeypatch):
     monkeypatch.setattr(loop.scheduler, "prefill_decode_interval", interval)
-    rows = loop.reuse.copies.recomputer.expected_rows(len(DOCUMENTS[0]))
+    rows = loop.reuse.repairs.passes.recomputer.expected_rows(len(DOCUMENTS[0]))
     most, total = most_repaired_in_a_step(loop, overlap=overlap, most_rows=2 * rows + 1, mixed=mixed)
     assert (most <= 2, total) == (True, 8)
 
@@ -159,7 +159,7 @@ def test_request_that_goes_away_around_its_repair_leaves_nothing_behind(loop, ov
     if not done:
         assert (num_drawn, overlap) == (0, False), "without overlap nobody acts between a pass and its result"
         return
-    assert loop.reuse.num_requests == 0
+    assert loop.reuse.books.num_requests == 0
     assert not loop.reuse.repairs.waiting
     if event == "abort":
         assert loop.num_repaired == done[0]
@@ -183,7 +183,7 @@ def test_weights_that_change_after_the_first_token_leave_old_kv_alone(loop, over
         is_over = act(loop)
         if not done and loop.reuse.repairs.waiting:
             done.append(True)
-            loop.reuse.weights_change()
+            loop.reuse.books.weights_change()
         return is_over
 
     loop.run(and_then, overlap=overlap)

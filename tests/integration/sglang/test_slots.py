@@ -114,7 +114,7 @@ def test_account_notices_text_that_is_published_before_its_pass(loop, monkeypatc
         prepare(batch)
         req = batch.reqs[0]
         scheduler.tree_cache.checkpoint(req, up_to=req.extend_end)
-        loop.reuse.settle()
+        loop.reuse.publishing.settle()
         loop.check_donors()
 
     monkeypatch.setattr(ScheduleBatch, "prepare_for_extend", published_first)
@@ -153,7 +153,7 @@ def test_turns_go_on_and_exact_requests_beside_them_do_not(loop, repair, overlap
     assert loop.flush()
     loop.run(script([("last", prompt, 2, GRAFT)]), overlap=overlap)
     assert loop.reports()["last"]["computed_tokens"] == len(prompt)
-    assert loop.reuse.log.num_errors == 0
+    assert loop.reuse.books.log.num_errors == 0
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
@@ -170,7 +170,7 @@ def test_retracted_prompt_that_is_computed_exactly_is_hit_by_the_next(loop, over
         if number == 16:
             loop.retract()
             loop.evict(10_000)
-            loop.reuse.keeper.clear()
+            loop.reuse.books.keeper.clear()
         return number > max(requests)
 
     loop.run(act, overlap=overlap)
@@ -266,8 +266,8 @@ def test_in_any_order_everything_that_is_read_was_computed(loop, monkeypatch):
         loop.reset()
         traffic = Traffic(rounds)
         loop.run(traffic, overlap=overlap, chunk=chunk, mixed=mixed)
-        assert loop.reuse.num_requests == 0
-        assert loop.reuse.log.num_errors == 0
+        assert loop.reuse.books.num_requests == 0
+        assert loop.reuse.books.log.num_errors == 0
         reports = loop.reports().values()
         seen.update(traffic.seen)
         seen["copied"] += sum(report["shifted_tokens"] > 0 for report in reports)
@@ -292,7 +292,7 @@ def test_in_any_order_everything_that_is_read_was_computed(loop, monkeypatch):
 @pytest.mark.parametrize("is_touched", [False, True])
 def test_looking_for_a_donor_leaves_the_order_of_eviction_alone(loop, is_touched):
     """Ranks of tensor parallelism may look for different ones, as where one of them has failed, and must evict the same."""
-    tokens, tree = fresh(), loop.reuse.keeper._tree
+    tokens, tree = fresh(), loop.reuse.books.keeper._tree
     first, second = take(tokens, 40), take(tokens, 40)
     loop.run(script([("a", first, 1, OFF)], *[[]] * 4, [("b", second, 1, OFF)]), overlap=False)
     texts = [TreeText(array("q", each), None, None, None, 0, 0, Origin("")) for each in (first, second)]
@@ -309,10 +309,10 @@ def test_eviction_that_breaks_off_leaves_no_text_in_slots_of_another(loop, monke
     """What SGLang freed by then is handed over before it is allocated again, not with what it evicts next."""
     tokens = fresh()
     loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 1, GRAFT)]), overlap=False)
-    loop.reuse.settle()
+    loop.reuse.publishing.settle()
     monkeypatch.setattr(loop.cache, "update_eviction_metrics", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loop.reuse.keeper._tree.allocate(loop.buffers.num_slots // 2 + 400)
+        loop.reuse.books.keeper._tree.allocate(loop.buffers.num_slots // 2 + 400)
     monkeypatch.undo()
     # Texts too short to be donors, in slots of the document.
     loop.run(script([(f"short {number}", take(tokens, 9), 1, GRAFT) for number in range(90)]), overlap=False)
@@ -328,7 +328,7 @@ def test_insertion_that_breaks_off_frees_every_slot_once(loop, monkeypatch, is_d
     loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 1, GRAFT)]), overlap=False)
 
     def broken(params):
-        if not loop.reuse.registrar.is_private(params.key.cache_salt):
+        if not loop.reuse.books.registrar.is_private(params.key.cache_salt):
             return insert(params)
         if is_done:
             insert(params)
@@ -337,9 +337,9 @@ def test_insertion_that_breaks_off_frees_every_slot_once(loop, monkeypatch, is_d
     monkeypatch.setattr(loop.cache, "insert", broken)
     loop.run(script([("a", take(tokens, 30) + DOCUMENTS[0] + take(tokens, 40), 2, GRAFT)]), overlap=False)
     monkeypatch.undo()
-    assert loop.reuse.log.num_errors == 1
+    assert loop.reuse.books.log.num_errors == 1
     loop.run(script([("b", take(tokens, 20) + DOCUMENTS[0] + take(tokens, 9), 2, GRAFT)]), overlap=False)
     assert min(loop.reports()[name]["shifted_tokens"] for name in "ab") > 80
-    loop.reuse.registrar.empty_tree()
+    loop.reuse.books.registrar.empty_tree()
     assert loop.cache.full_evictable_size() == 0
     loop.scheduler.on_idle()

@@ -19,7 +19,6 @@ from kvgraft.errors import ConfigError, IntegrationError, ModelError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.select import FirstK, NoRecompute, expected_share
 from kvgraft.graft.weights import weights_digest
-from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -30,12 +29,19 @@ from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRank
 from kvgraft.integrations.sglang.recompute.model import SGLangRows
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.refusals import refused_recomputation, refused_server
-from kvgraft.integrations.sglang.repairs import Repairs
 from kvgraft.integrations.sglang.reporting.reports import RequestLog, SampleSink
-from kvgraft.integrations.sglang.requests import RequestReuse
+from kvgraft.integrations.sglang.requests.books import Books
+from kvgraft.integrations.sglang.requests.decisions import LoadDecisions
+from kvgraft.integrations.sglang.requests.ends import Ends
+from kvgraft.integrations.sglang.requests.loading import Loading
+from kvgraft.integrations.sglang.requests.passes import PolicyPasses
+from kvgraft.integrations.sglang.requests.promises import Promises
+from kvgraft.integrations.sglang.requests.publishing import Publishing
+from kvgraft.integrations.sglang.requests.repairs import Repairs
+from kvgraft.integrations.sglang.requests.store_use import StoreUse
+from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
-from kvgraft.integrations.sglang.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 from kvgraft.memory.store import open_stores
@@ -138,20 +144,17 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         keeper, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
     )
     continuations = Continuations(tree, page_size, config.min_run, buffers.num_slots)
-    copies = Copies(Loader(tree, buffers, keeper, continuations, ranks=ranks, log=log), log, config.min_run, recomputer)
-    reuse = RequestReuse(
+    books = Books(
         keeper=keeper,
-        planner=planner,
-        copies=copies,
-        repairs=Repairs(copies, refused_recomputation(ctx) or ""),
-        registrar=DonorRegistrar(tree, keeper, continuations, min_run=config.min_run),
         continuations=continuations,
+        registrar=DonorRegistrar(tree, keeper, continuations, min_run=config.min_run),
         ranks=ranks,
         log=log,
-        fingerprint=fingerprint,
-        substitutes=_substitutes(ctx, config, tree, page_size),
         stores=None if link is None else StoreUse(link, log, time.monotonic),
-        repair_time=RepairTime(config.repair),
+    )
+    loader = Loader(tree, buffers, keeper, continuations, ranks=ranks, log=log)
+    reuse = _request_reuse(
+        ctx, config, books, planner, loader, passes=PolicyPasses(log, recomputer), fingerprint=fingerprint
     )
     if config.announce_donors and ctx.params.enable_kv_cache_events:
         from kvgraft.integrations.sglang.donor_events import DonorEvents
@@ -160,6 +163,37 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     reuse.open_stores()
     cache.attach(reuse)
     return cache
+
+
+def _request_reuse(
+    ctx: Any,  # noqa: ANN401
+    config: SGLangConfig,
+    books: Books,
+    planner: LoadPlanner,
+    loader: Loader,
+    *,
+    passes: PolicyPasses,
+    fingerprint: str,
+) -> RequestReuse:
+    substitutes = _substitutes(ctx, config, loader.tree, books.continuations.page_size)
+    repairs = Repairs(books, passes, refused_recomputation(ctx) or "")
+    publishing = Publishing(books, repairs, substitutes)
+    promises = Promises(
+        books=books,
+        decisions=LoadDecisions(books, planner, substitutes),
+        repairs=repairs,
+        publishing=publishing,
+        fingerprint=fingerprint,
+        repair_time=RepairTime(config.repair),
+    )
+    return RequestReuse(
+        books=books,
+        promises=promises,
+        loading=Loading(books, loader, config.min_run),
+        repairs=repairs,
+        publishing=publishing,
+        ends=Ends(books, repairs, planner.policy.name),
+    )
 
 
 def _weights(ctx: Any, fingerprint: str) -> str:  # noqa: ANN401

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.sglang.donor_events import DonorEvents
     from kvgraft.integrations.sglang.donors.texts import TreeText
-    from kvgraft.integrations.sglang.requests import RequestReuse
+    from kvgraft.integrations.sglang.reuse import RequestReuse
 
 
 class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -52,9 +52,9 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         prefix_len = exact.device_prefix_len
         if key.limit is None:
             # The scheduler sorts its queue; it matches again, with a limit, before it admits a request.
-            promised = self.reuse.promised(req, prefix_len)
+            promised = self.reuse.promises.promised(req, prefix_len)
         else:
-            promised = self.reuse.promise(req, key.token_ids, len(key), prefix_len, may_keep=True)
+            promised = self.reuse.promises.promise(req, key.token_ids, len(key), prefix_len, may_keep=True)
         if not promised:
             return exact
         node = exact.last_device_node
@@ -65,9 +65,9 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         req = params.req
         if self.reuse is None or not params.host_hit_length:
             return super().init_load_back(params)
-        loaded = self.reuse.load_first(req, params.host_hit_length)
+        loaded = self.reuse.loading.load_first(req, params.host_hit_length)
         exact = self.path_device_indices(req.last_node)[: req.prefix_len]
-        self.reuse.recompute(req, torch.cat([exact, *self.reuse.private_slots(req)]))
+        self.reuse.repairs.recompute(req, torch.cat([exact, *self.reuse.loading.private_slots(req)]))
         return loaded, req.last_node
 
     def load_back_is_cache_owned(self) -> bool:
@@ -76,7 +76,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def prefix_device_indices(self, req: Any) -> Tensor:  # noqa: ANN401 - SGLang's Req
         """Return the slots of the exact prefix, then those loaded after it."""
-        private = [] if self.reuse is None else self.reuse.private_slots(req)
+        private = [] if self.reuse is None else self.reuse.loading.private_slots(req)
         if not private:
             indices: Tensor = super().prefix_device_indices(req)
             return indices
@@ -84,7 +84,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def look_up_again(self, req: Any) -> bool:  # noqa: ANN401
         """Renew the promise of `req`, which was just matched and is about to be admitted; whether it may have changed."""
-        promised = None if self.reuse is None else self.reuse.promise_again(req)
+        promised = None if self.reuse is None else self.reuse.promises.promise_again(req)
         if promised is None:
             return False
         req.host_hit_length = promised
@@ -93,35 +93,37 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def awaits_store(self, req: Any, *, may_nap: bool) -> bool:  # noqa: ANN401
         """Whether `req`, just matched, keeps its place in the queue until the K/V that are read for it have come."""
-        return self.reuse is not None and self.reuse.awaits(req, may_nap=may_nap)
+        return self.reuse is not None and self.reuse.promises.awaits(req, may_nap=may_nap)
 
     def is_too_much(self, req: Any, running: list[Any], num_rows: int) -> bool:  # noqa: ANN401
         """See `Repairs.is_too_much`."""
-        return self.reuse is not None and self.reuse.is_too_much(req, running, num_rows)
+        return self.reuse is not None and self.reuse.repairs.is_too_much(req, running, num_rows)
 
     def rows_now(self, req: Any) -> int:  # noqa: ANN401
-        """See `RequestReuse.rows_now`."""
-        return 0 if self.reuse is None else self.reuse.rows_now(req)
+        """See `Repairs.rows_now`."""
+        return 0 if self.reuse is None else self.reuse.repairs.rows_now(req)
 
     def next_gap(self, req: Any, position: int) -> int | None:  # noqa: ANN401
-        """See `RequestReuse.next_gap`."""
-        return None if self.reuse is None else self.reuse.next_gap(req, position)
+        """See `Loading.next_gap`."""
+        return None if self.reuse is None else self.reuse.loading.next_gap(req, position)
 
     def load_nothing_between_chunks(self, req: Any) -> None:  # noqa: ANN401
         """Load for `req` what touches the exact prefix, and no more: its chunks cannot end where regions begin."""
         if self.reuse is not None:
-            self.reuse.load_first_only(req)
+            self.reuse.loading.load_first_only(req)
 
     def load_between_chunks(self, req: Any, room: int) -> None:  # noqa: ANN401
         """Load the regions at which `req`, between two chunks, has arrived, into its row."""
         if self.reuse is None:
             return
-        slots = self.reuse.load_next(req, room)
+        slots = self.reuse.loading.load_next(req, room)
         if slots is not None:
             end = req.prefix_len + len(slots)
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(req.prefix_len, end)), slots.to(torch.int32))
             req.prefix_len = req.kv.kv_allocated_len = req.kv.kv_committed_len = end
-        self.reuse.recompute(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.prefix_len].long())
+        self.reuse.repairs.recompute(
+            req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.prefix_len].long()
+        )
 
     # Between the first token and the second
 
@@ -129,13 +131,13 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Return the requests that are to be repaired before `batch` is run."""
         if self.reuse is None or batch is None:
             return []
-        return self.reuse.repairs_due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
+        return self.reuse.repairs.due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
 
     def repair(self, batch: Any) -> None:  # noqa: ANN401
         """Compute what policies have chosen of the prompts of those requests into their rows."""
         for req in self.repairs_due(batch):
             assert self.reuse is not None
-            self.reuse.repair(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx])
+            self.reuse.repairs.repair(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx])
 
     # Publishing and release
 
@@ -143,7 +145,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Publish, then make donors of what is in the tree; not reached by a request that holds copies."""
         super().checkpoint(req, up_to=up_to, **kwargs)
         if self.reuse is not None:
-            self.reuse.published(req, req.last_node)
+            self.reuse.publishing.published(req, req.last_node)
 
     def claim_kv_row(self, req: Any) -> bool:  # noqa: ANN401
         """Take over what later turns go on from; called first when a row is released."""
@@ -153,14 +155,14 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             self._req_of_row[req.kv.req_pool_idx] = req
             if req.finished() and not was_aborted(req):
                 row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-                self.reuse.adopt_computed(req, row, req.last_node)
+                self.reuse.publishing.adopt_computed(req, row, req.last_node)
         return False
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:  # noqa: ANN401
         """Free a row's ranges, but for those that the tree took over."""
         req = self._req_of_row.get(kv.req_pool_idx)
         if self.reuse is not None and req is not None:
-            ranges = subtract(ranges, self.reuse.adopted(req))
+            ranges = subtract(ranges, self.reuse.publishing.adopted(req))
         super().free_kv_row(kv, ranges)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:  # noqa: ANN401
@@ -168,13 +170,13 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().on_release(req, checkpointed=checkpointed)
         self._req_of_row.pop(req.kv.req_pool_idx, None)
         if self.reuse is not None:
-            self.reuse.released(req)
+            self.reuse.ends.released(req)
 
     def release_aborted_request(self, handle: Any) -> None:  # noqa: ANN401 - CacheRequestHandle
         """A request was aborted, in the queue or on its way."""
         super().release_aborted_request(handle)
         if self.reuse is not None:
-            self.reuse.aborted(handle)
+            self.reuse.ends.aborted(handle)
 
     # Eviction
 
@@ -203,14 +205,14 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         reuse = self.reuse
         if reuse is None:
             return events
-        public = [event for event in events if not reuse.registrar.is_private(getattr(event, "cache_salt", None))]
+        public = [event for event in events if not reuse.books.registrar.is_private(getattr(event, "cache_salt", None))]
         return public if self.donor_events is None else [*public, *self.donor_events.take()]
 
     def reset(self) -> None:
         """Flush."""
         super().reset()
         if self.reuse is not None:
-            self.reuse.clear()
+            self.reuse.books.clear()
 
     def _free_values(self, device_frees: Any, host_frees: Any) -> None:  # noqa: ANN401
         """Note the slots of evicted nodes. The tree is in the middle of its walk and must not be asked anything."""
@@ -222,7 +224,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Nothing was allocated since, also where the eviction broke off: the K/V are still where they were."""
         freed, self._freed_by_eviction = self._freed_by_eviction, []
         if freed and self.reuse is not None:
-            self.reuse.evicted(freed)
+            self.reuse.publishing.evicted(freed)
 
 
 class SGLangTree:

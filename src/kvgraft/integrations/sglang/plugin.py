@@ -72,19 +72,19 @@ def _repair(scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:  # noqa: AN
 def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
     """Called before the weights change, or may have changed."""
     if _grafts(updater.scheduler):
-        updater.scheduler.tree_cache.reuse.weights_change()
+        updater.scheduler.tree_cache.reuse.books.weights_change()
 
 
 def _weights_begin_to_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
     """Called before weights may change outside of SGLang, until `end_weight_update`."""
     if _grafts(updater.scheduler):
-        updater.scheduler.tree_cache.reuse.weights_change(is_between=True)
+        updater.scheduler.tree_cache.reuse.books.weights_change(is_between=True)
 
 
 def _weights_have_changed(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
     """Called before SGLang learns that these changes are over."""
     if _grafts(updater.scheduler):
-        updater.scheduler.tree_cache.reuse.weights_change(is_between=False)
+        updater.scheduler.tree_cache.reuse.books.weights_change(is_between=False)
 
 
 def _idle(scheduler: Any) -> None:  # noqa: ANN401

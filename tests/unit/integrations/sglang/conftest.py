@@ -12,7 +12,6 @@ import torch
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.graft.rope import RopePairing, RopeSpec
-from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -21,10 +20,17 @@ from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
 from kvgraft.integrations.sglang.donors.tree import Resident
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
 from kvgraft.integrations.sglang.planning.ranks import Ranks
-from kvgraft.integrations.sglang.repairs import Repairs
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
-from kvgraft.integrations.sglang.requests import RequestReuse
-from kvgraft.integrations.sglang.store_use import StoreUse
+from kvgraft.integrations.sglang.requests.books import Books
+from kvgraft.integrations.sglang.requests.decisions import LoadDecisions
+from kvgraft.integrations.sglang.requests.ends import Ends
+from kvgraft.integrations.sglang.requests.loading import Loading
+from kvgraft.integrations.sglang.requests.passes import PolicyPasses
+from kvgraft.integrations.sglang.requests.promises import Promises
+from kvgraft.integrations.sglang.requests.publishing import Publishing
+from kvgraft.integrations.sglang.requests.repairs import Repairs
+from kvgraft.integrations.sglang.requests.store_use import StoreUse
+from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.reuse.metrics import MetricKind
 from kvgraft.types import RepairTime
@@ -161,6 +167,20 @@ class CountedSamples:
         return self.values.get(key if isinstance(key, tuple) else (key,), 0)
 
 
+def reuse_over(books, loader, planner, config, clock, recomputer=None, refusal=""):  # noqa: PLR0917
+    """What `backend` makes of these."""
+    repairs = Repairs(books, PolicyPasses(books.log, recomputer), refusal)
+    publishing = Publishing(books, repairs)
+    promises = Promises(
+        books=books, decisions=LoadDecisions(books, planner), repairs=repairs, publishing=publishing, fingerprint="model",
+        repair_time=RepairTime(config.repair), clock=clock,
+    )  # fmt: skip
+    loading, ends = Loading(books, loader, config.min_run), Ends(books, repairs, planner.policy.name)
+    return RequestReuse(
+        books=books, promises=promises, loading=loading, repairs=repairs, publishing=publishing, ends=ends
+    )
+
+
 class World:
     """All parts of one scheduler's reuse on fakes."""
 
@@ -183,22 +203,16 @@ class World:
         self.log = RequestLog(CountedSamples(), str(tmp_path / "reports.jsonl"))
         continuations = Continuations(self.tree, page_size, self.config.min_run, self.pool.num_slots)
         loader = Loader(self.tree, self.pool, self.keeper, continuations, ranks=ranks, log=self.log)
-        copies = Copies(loader, self.log, self.config.min_run)
-        self.reuse = RequestReuse(
+        books = Books(
             keeper=self.keeper,
-            planner=self.planner,
-            copies=copies,
-            repairs=Repairs(copies),
-            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
             continuations=continuations,
+            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
-            fingerprint="model",
             stores=None if self.link is None else StoreUse(self.link, self.log, lambda: self.now),
-            repair_time=RepairTime(self.config.repair),
-            clock=lambda: self.now,
         )
-        self.tree.on_evicted = self.reuse.evicted
+        self.reuse = reuse_over(books, loader, self.planner, self.config, lambda: self.now)
+        self.tree.on_evicted = self.reuse.publishing.evicted
 
     def make_link(self, stores, ranks, costs):
         layout, room = self.pool.row_layout(), self.config.host_bytes
@@ -218,16 +232,16 @@ class World:
     def publish(self, rid, tokens, **names):
         """A request that computed everything itself and finished."""
         req = FakeRequest(rid, tokens, **names)
-        self.reuse.promise(req, tokens, len(tokens) - 1, 0)
+        self.reuse.promises.promise(req, tokens, len(tokens) - 1, 0)
         page = self.tree.page_size
         req.kv.cache_protected_len = len(tokens) // page * page
         slots = self.tree.allocate(req.kv.cache_protected_len)
         node = self.tree.insert(tokens[: req.kv.cache_protected_len], slots, **names)
         req.is_finished = True
         self.now += 1.0
-        self.reuse.published(req, node)
-        self.reuse.released(req)
-        self.reuse.settle()  # its answer was sent
+        self.reuse.publishing.published(req, node)
+        self.reuse.ends.released(req)
+        self.reuse.publishing.settle()  # its answer was sent
         return node
 
     def conserved(self, private=0):

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tests.unit.integrations.sglang.conftest import CountedSamples, FakeRequest
+from tests.unit.integrations.sglang.conftest import CountedSamples, FakeRequest, reuse_over
 
 from kvgraft.config.sglang import SGLangConfig
 from kvgraft.donors import CostModel
 from kvgraft.errors import StoreError
 from kvgraft.graft.drift import drift_correction
 from kvgraft.graft.rope import RopePairing, RopeSpec
-from kvgraft.integrations.sglang.copies import Copies
 from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
@@ -34,14 +33,13 @@ from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_pol
 from kvgraft.integrations.sglang.planning.ranks import Ranks
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
-from kvgraft.integrations.sglang.repairs import Repairs
 from kvgraft.integrations.sglang.reporting.reports import RequestLog
-from kvgraft.integrations.sglang.requests import RequestReuse
-from kvgraft.integrations.sglang.store_use import StoreUse
+from kvgraft.integrations.sglang.requests.books import Books
+from kvgraft.integrations.sglang.requests.store_use import StoreUse
 from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.stored import is_stored
-from kvgraft.types import Fidelity, RepairTime
+from kvgraft.types import Fidelity
 
 SLOTS = 900
 STEP = 1 / 128
@@ -253,23 +251,19 @@ class Scheduler:
         recomputer = self.recomputer(ranks) if recomputes else None
         continuations = Continuations(self.tree, page_size, self.config.min_run, SLOTS)
         loader = Loader(self.tree, self.buffers, self.keeper, continuations, ranks=ranks, log=self.log)
-        copies = Copies(loader, self.log, self.config.min_run, recomputer)
         self.link = None if shelf is None else self.make_link(shelf, ranks, costs)
-        self.reuse = RequestReuse(
+        books = Books(
             keeper=self.keeper,
-            planner=LoadPlanner(self.keeper, self.config, costs, page_size, recomputer=recomputer, stores=self.link),
-            copies=copies,
-            repairs=Repairs(copies, "" if recomputes else "no passes"),
-            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
             continuations=continuations,
+            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
-            fingerprint="model",
             stores=None if self.link is None else StoreUse(self.link, self.log, lambda: self.now),
-            repair_time=RepairTime(self.config.repair),
-            clock=lambda: self.now,
         )
-        self.tree.on_evicted = self.reuse.evicted
+        planner = LoadPlanner(self.keeper, self.config, costs, page_size, recomputer=recomputer, stores=self.link)
+        refusal = "" if recomputes else "no passes"
+        self.reuse = reuse_over(books, loader, planner, self.config, lambda: self.now, recomputer, refusal)
+        self.tree.on_evicted = self.reuse.publishing.evicted
         self.is_stale, self.number, self.may_lack_reports = False, 0, False
         self.waiting, self.running, self.copied_tokens, self.recomputed_tokens = [], [], 0, 0
         self.repaired_after = self.continued_tokens = self.named_sources = 0
@@ -291,17 +285,17 @@ class Scheduler:
         entry.prefix_len, entry.node = self.tree.match(name, tokens, end)
         self.tree.used(entry.node)
         entry.req.prefix_len = entry.prefix_len
-        promised = self.reuse.promise(entry.req, tokens, end, entry.prefix_len, may_keep=True)
-        if not self.reuse.awaits(entry.req, may_nap=False):
-            again = self.reuse.promise_again(entry.req)
+        promised = self.reuse.promises.promise(entry.req, tokens, end, entry.prefix_len, may_keep=True)
+        if not self.reuse.promises.awaits(entry.req, may_nap=False):
+            again = self.reuse.promises.promise_again(entry.req)
             promised = promised if again is None else again
-        if not self.reuse.awaits(entry.req, may_nap=False):
+        if not self.reuse.promises.awaits(entry.req, may_nap=False):
             return promised
         assert promised == 0
-        for span in self.reuse._states[entry.req].reads.spans:
+        for span in self.reuse.books.requests[entry.req].reads.spans:
             assert span.read.wait(60)
-        promised = self.reuse.promise(entry.req, tokens, end, entry.prefix_len)
-        assert not self.reuse.awaits(entry.req, may_nap=False), "a request waits once"
+        promised = self.reuse.promises.promise(entry.req, tokens, end, entry.prefix_len)
+        assert not self.reuse.promises.awaits(entry.req, may_nap=False), "a request waits once"
         return promised
 
     def admit(self, entry, chunk):
@@ -318,9 +312,9 @@ class Scheduler:
         entry.num_loaded = entry.num_exact = 0
         req.kv.cache_protected_len, req.kv.req_pool_idx = entry.prefix_len, 1
         if promised:
-            loaded = self.reuse.load_first(req, promised)
+            loaded = self.reuse.loading.load_first(req, promised)
             assert loaded in (0, promised)
-            for slots in self.reuse.private_slots(req):
+            for slots in self.reuse.loading.private_slots(req):
                 self.take_copies(entry, slots)
             req.prefix_len = len(entry.row)
             assert len(entry.row) == entry.prefix_len + loaded
@@ -333,7 +327,7 @@ class Scheduler:
         """Checkpoint, load and compute the next chunk."""
         req = entry.req
         self.checkpoint(entry)
-        slots = self.reuse.load_next(req, self.tree.room() - len(req.full_untruncated_fill_ids))
+        slots = self.reuse.loading.load_next(req, self.tree.room() - len(req.full_untruncated_fill_ids))
         if slots is not None:
             self.take_copies(entry, slots)
             req.prefix_len = len(entry.row)
@@ -346,9 +340,9 @@ class Scheduler:
     def decode(self, entry, token):
         """Choose a token; the K/V of the one before it are computed on the way, after a repair that is due."""
         if entry.has_drawn:
-            for req in self.reuse.repairs_due([entry.req]):
+            for req in self.reuse.repairs.due([entry.req]):
                 self.recomputed_of = entry
-                self.reuse.repair(req, torch.tensor(entry.row, dtype=torch.int32))
+                self.reuse.repairs.repair(req, torch.tensor(entry.row, dtype=torch.int32))
         self.compute(entry, len(entry.req.full_untruncated_fill_ids))
         entry.req.output_ids.append(token)
         entry.has_drawn = True
@@ -356,7 +350,7 @@ class Scheduler:
     def finish(self, entry):
         entry.req.is_finished, entry.req.owned = True, len(entry.row)
         row = torch.tensor(entry.row, dtype=torch.int32)
-        self.reuse.adopt_computed(entry.req, row, entry.node)
+        self.reuse.publishing.adopt_computed(entry.req, row, entry.node)
         if not entry.req.skip_radix_cache_insert:
             self.checkpoint(entry)
         self.release(entry)
@@ -371,7 +365,7 @@ class Scheduler:
         self.waiting.append(entry)
 
     def abort(self, entry):
-        self.reuse.aborted(entry.req.cache_request_handle)
+        self.reuse.ends.aborted(entry.req.cache_request_handle)
         if entry in self.running:
             entry.req.is_finished = True
             self.release(entry)
@@ -384,11 +378,11 @@ class Scheduler:
         for page in self.tree.pages():
             self.tree.free_slots += page.slots
         self.tree.roots.clear()
-        self.reuse.clear()
+        self.reuse.books.clear()
         self.is_stale = False
 
     def change_weights(self):
-        self.reuse.weights_change()
+        self.reuse.books.weights_change()
         self.weights += 1
 
     def rest(self):
@@ -404,7 +398,7 @@ class Scheduler:
     def restarted(self, weights):
         """Another process of the same server; what this one has not written is gone."""
         self.link.close(weights_change=True)
-        passes = self.reuse.copies.recomputer is not None
+        passes = self.reuse.repairs.passes.recomputer is not None
         return Scheduler(self.page_size, passes, self.shelf, self.contents, weights, **self.settings)
 
     # Its parts
@@ -429,7 +423,7 @@ class Scheduler:
 
     def recompute(self, entry):
         self.recomputed_of = entry
-        self.reuse.recompute(entry.req, torch.tensor(entry.row, dtype=torch.int64))
+        self.reuse.repairs.recompute(entry.req, torch.tensor(entry.row, dtype=torch.int64))
 
     def run_rows(self, token_ids, rows, attention):
         """What SGLang's model does in a pass of ours: contents instead of K/V."""
@@ -458,7 +452,7 @@ class Scheduler:
     def compute_chunk(self, entry, chunk):
         tokens, position = entry.req.full_untruncated_fill_ids, len(entry.row)
         end = min(len(tokens), position + chunk)
-        gap = self.reuse.next_gap(entry.req, position)
+        gap = self.reuse.loading.next_gap(entry.req, position)
         if gap is not None:
             end = min(end, position + gap)
         if end < len(tokens):
@@ -513,12 +507,12 @@ class Scheduler:
         self.tree.lock(node)
         self.tree.lock(entry.node, -1)
         entry.node, req.kv.cache_protected_len = node, whole
-        self.reuse.published(req, node)
+        self.reuse.publishing.published(req, node)
 
     def release(self, entry):
         req = entry.req
         self.had[req.rid, len(entry.attempts)].append([self.content(slot) for slot in entry.row])
-        ranges = subtract([(req.kv.cache_protected_len, len(entry.row))], self.reuse.adopted(req))
+        ranges = subtract([(req.kv.cache_protected_len, len(entry.row))], self.reuse.publishing.adopted(req))
         for start, stop in ranges:
             self.tree.free(entry.row[start:stop])
         self.tree.free(entry.wanted)
@@ -526,7 +520,7 @@ class Scheduler:
         entry.attempts.append((entry.prefix_len, entry.num_exact, len(entry.copied), entry.repaired_at))
         entry.repaired_at = None
         self.running.remove(entry)
-        self.reuse.released(req)
+        self.reuse.ends.released(req)
         entry.row, entry.wanted, entry.has_drawn, req.kv.req_pool_idx = [], [], False, None
 
     def content(self, slot):
@@ -536,7 +530,7 @@ class Scheduler:
 
     def check_sources(self, entry):
         """A request that is named as the source of what another goes on from had the same K/V."""
-        state = self.reuse._states[entry.req]
+        state = self.reuse.books.requests[entry.req]
         for span, source in zip(state.lineage.spans, state.sources, strict=True):
             if span.fidelity is not Fidelity.CONTINUED or source["request"] == UNKNOWN:
                 continue
@@ -559,8 +553,8 @@ class Scheduler:
         private = sum(len(entry.row) - entry.req.kv.cache_protected_len + len(entry.wanted) for entry in self.running)
         assert sorted({*self.tree.free_slots}) == sorted(self.tree.free_slots), "a slot was freed twice"
         assert len(self.tree.free_slots) + held + private == self.tree.total, "slots were lost"
-        assert self.tree.pins == 0
-        assert self.reuse.num_requests <= len(self.waiting) + len(self.running)
+        assert self.tree.pins == 0, "donors stay pinned"
+        assert self.reuse.books.num_requests <= len(self.waiting) + len(self.running)
         assert self.may_lack_reports or self.log.num_errors == self.log.metrics["graft_errors"]
 
     def check_tree(self):
@@ -620,13 +614,18 @@ class Scheduler:
             told = told[unknown:]
         for attempt, (prefix_len, num_exact, num_copied, repaired_at) in zip(found["attempts"], told, strict=True):
             reused = attempt["exact_tokens"] + attempt["continued_tokens"] + attempt["shifted_tokens"]
-            assert reused == prefix_len + num_copied or (self.may_lack_reports and reused > prefix_len + num_copied)
+            is_more = self.may_lack_reports and reused > prefix_len + num_copied
+            assert is_more or reused == prefix_len + num_copied, "what is reused is not what is reported"
             assert prefix_len <= attempt["exact_tokens"], "what the exact tree gave is no longer called exact"
             assert attempt["exact_tokens"] <= prefix_len + num_exact, "approximate K/V are called exact"
-            if self.reuse.copies.recomputer is not None and attempt["shifted_tokens"] + attempt["recomputed_tokens"]:
+            if (
+                self.reuse.repairs.passes.recomputer is not None
+                and attempt["shifted_tokens"] + attempt["recomputed_tokens"]
+            ):
                 from_token = (attempt["repair"] or {}).get("from_token")
                 repaired_from = None if repaired_at is None else 1 + repaired_at
-                assert from_token == repaired_from or (self.may_lack_reports and from_token is None)
+                is_unknown = self.may_lack_reports and from_token is None
+                assert is_unknown or from_token == repaired_from, "the repair is not the one that is reported"
         report = found["report"]
         for attempt in found["attempts"]:
             at_a_cost = [told["shifted_tokens"] + told["continued_tokens"] for told in (report, attempt)]

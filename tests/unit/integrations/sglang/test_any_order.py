@@ -218,7 +218,7 @@ class Walk:
             if rng.random() < 0.7:
                 for entry in list(scheduler.running):
                     scheduler.retract(entry)
-        scheduler.flush() if scheduler.reuse.is_stale or rng.random() < 0.01 else None
+        scheduler.flush() if scheduler.reuse.books.is_stale or rng.random() < 0.01 else None
         if scheduler.link is not None:
             self.step_of_stores()
         for donor in self.scheduler.keeper.catalogue:

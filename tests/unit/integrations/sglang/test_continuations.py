@@ -55,7 +55,7 @@ class Session:
         self.scheduler.log.take = lambda req: taken.append(take(req)) or taken[-1]
         self.scheduler.finish(entry)
         self.scheduler.log.take = take
-        self.scheduler.reuse.settle()
+        self.scheduler.reuse.publishing.settle()
         self.scheduler.check()
         self.told = taken[0]["attempts"][-1]
         return entry.req.full_untruncated_fill_ids.tolist(), self.told
@@ -145,7 +145,7 @@ def test_after_a_flush_or_other_weights_it_is_gone(session, end):
 def test_forgotten_text_that_is_still_in_the_tree_is_not_found(session):
     """As where ranks had different donors: the tree is not empty."""
     tokens, _ = session.first()
-    session.scheduler.reuse._begin_anew()
+    session.scheduler.reuse.books.begin_anew()
     assert session.ask(tokens + session.new(11))[1]["continued_tokens"] == 0
 
 
@@ -154,14 +154,14 @@ def test_other_tenants_keys_and_adapters_see_nothing_of_it(names):
     session = Session()
     tokens, _ = session.first()
     entry = session.begin(tokens + session.new(11), **names)
-    told = session.scheduler.reuse._states[entry.req].lineage
+    told = session.scheduler.reuse.books.requests[entry.req].lineage
     assert not told.spans
 
 
 def test_no_client_can_ask_for_it_by_its_name(session):
     session.first()
     (name,) = {name for name, _ in session.scheduler.tree.roots if name}
-    assert session.scheduler.reuse.registrar.is_private(name)
+    assert session.scheduler.reuse.books.registrar.is_private(name)
     assert len(name) > 64
 
 
@@ -218,9 +218,12 @@ def test_a_request_that_went_on_from_another_generation_is_no_source(session):
     said, middle = session.new(30), session.new(20)
     session.ask(session.new(7) + DOCUMENT + said)  # a donor of generation 1
     session.ask(HEAD + DOCUMENT + middle + session.new(9), rid="first")
-    find, session.scheduler.reuse.continuations.find = session.scheduler.reuse.continuations.find, lambda *_: None
+    find, session.scheduler.reuse.books.continuations.find = (
+        session.scheduler.reuse.books.continuations.find,
+        lambda *_: None,
+    )
     other, _ = session.ask(HEAD + DOCUMENT + middle + said, rid="other")
-    session.scheduler.reuse.continuations.find = find
+    session.scheduler.reuse.books.continuations.find = find
     _, told = session.ask(HEAD + DOCUMENT + middle + session.new(9) + said, rid="branch")
     assert next(source for _, source, _ in sources(told)) == "first"
     _, told = session.ask(other + session.new(11))
@@ -252,7 +255,7 @@ def test_sources_that_could_not_be_noted_are_unknown(session, monkeypatch):
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.scheduler.reuse.continuations._holders, "forget", fails)
+        patch.setattr(session.scheduler.reuse.books.continuations._holders, "forget", fails)
         session.scheduler.tree.evict(15)  # of another text
     tokens, told = session.ask(tokens + session.new(11), rid="one")
     assert [source for _, source, _ in sources(told)] == ["unknown"]
@@ -370,7 +373,7 @@ def test_flush_between_promise_and_load_loads_nothing(session):
     (entry,) = session.scheduler.waiting
     assert session.scheduler.match(entry) > 40
     session.scheduler.flush()
-    assert session.scheduler.reuse.load_first(entry.req, 100) == 0
+    assert session.scheduler.reuse.loading.load_first(entry.req, 100) == 0
     assert session.scheduler.match(entry) == 0
 
 
@@ -391,17 +394,17 @@ def test_a_policy_that_fails_leaves_approximate_what_the_session_goes_on_from(mo
     session = Session(recomputes=True, selection="query_seam", recompute_ratio=0.3)
     session.ask(DOCUMENTS[1])
     tokens, _ = session.first()
-    recomputer, known = session.scheduler.reuse.copies.recomputer, len(tokens) - 1
+    recomputer, known = session.scheduler.reuse.repairs.passes.recomputer, len(tokens) - 1
     for repair in ("before", "after"):
         monkeypatch.setattr(type(recomputer), "agreed_policy", lambda *_: 1 / 0)
         prompt = tokens + session.new(5) + DOCUMENTS[1] + session.new(20)
         entry = session.begin(prompt, repair=repair)
         session.scheduler.decode(entry, next(session.fresh))
         monkeypatch.undo()
-        lineage = session.scheduler.reuse._states[entry.req].lineage
+        lineage = session.scheduler.reuse.books.requests[entry.req].lineage
         assert lineage.generation_at(known) == 1
         assert lineage.exact_len(known) == len(HEAD)
-        state = session.scheduler.reuse._states[entry.req]
+        state = session.scheduler.reuse.books.requests[entry.req]
         assert state.passes.repair is None, "nothing is exact"
         session.scheduler.finish(entry)
         session.scheduler.check()
@@ -417,7 +420,7 @@ def test_beginnings_that_are_remembered_are_bounded(session, monkeypatch):
     monkeypatch.setattr(continuations, "_REMEMBERED", 4)
     session.ask(DOCUMENT)
     sessions = [session.ask(session.new(20 + each) + DOCUMENT + session.new(20))[0] for each in range(6)]
-    assert len(session.scheduler.reuse.continuations._begun) == 4
+    assert len(session.scheduler.reuse.books.continuations._begun) == 4
     found = [session.ask(tokens + session.new(5))[1]["continued_tokens"] > 0 for tokens in reversed(sessions)]
     assert found[:4] == [True] * 4
 
@@ -443,7 +446,7 @@ def test_a_rank_that_does_not_find_it_lets_none_go_on():
         session = Session(ranks=ranks)
         tokens, _ = session.first()
         if ranks.rank:
-            session.scheduler.reuse.continuations.find = lambda *_: None
+            session.scheduler.reuse.books.continuations.find = lambda *_: None
         return session.ask(tokens + session.new(11))[1]["continued_tokens"]
 
     assert on_ranks(2, program) == [0, 0]

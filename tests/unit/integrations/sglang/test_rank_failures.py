@@ -47,14 +47,14 @@ def places(scheduler):
         "registration": (keeper.catalogue, "add"),
         "publication": (keeper, "publish"),
         "lookup": (keeper.catalogue, "find"),
-        "planning": (reuse.planner, "plan"),
-        "text": (reuse.continuations, "text"),
+        "planning": (reuse.promises.decisions.planner, "plan"),
+        "text": (reuse.books.continuations, "text"),
         "naming": (keeper, "on_device"),
         "copy": (scheduler.buffers, "copy"),
         "adoption": (scheduler.tree, "adopt"),
     }
-    if reuse.copies.recomputer is not None:
-        found["policy"] = (reuse.copies.recomputer, "policy_for")
+    if reuse.repairs.passes.recomputer is not None:
+        found["policy"] = (reuse.repairs.passes.recomputer, "policy_for")
     return found
 
 
@@ -81,7 +81,7 @@ class Server:
         while not is_complete(entry):
             self.scheduler.go_on(entry, 1000)
         self.scheduler.decode(entry, next(self.fresh))
-        miss = self.scheduler.reuse._states[entry.req].miss
+        miss = self.scheduler.reuse.books.requests[entry.req].miss
         return len(entry.copied), None if miss is None else miss.reason
 
     def end(self, num_tokens=2):
@@ -98,7 +98,7 @@ class Server:
         return found
 
     def check(self):
-        self.scheduler.reuse.settle()
+        self.scheduler.reuse.publishing.settle()
         self.scheduler.check()
         first, *others = self.ranks.gathered(self.seen_of(self.scheduler))
         assert all(each == first for each in others)
@@ -171,7 +171,7 @@ def test_ranks_that_each_lack_another_text_of_the_same_length_notice_it():
             scheduler.go_on(entry, 1000)
             scheduler.decode(entry, next(server.fresh))
             scheduler.finish(entry)
-        scheduler.reuse.settle()
+        scheduler.reuse.publishing.settle()
         del keeper.catalogue.add
         assert len(keeper.catalogue) == 1
         return server.ask(HEAD + texts[0])[1], server.ask(OTHER_HEAD + texts[0])
@@ -254,7 +254,7 @@ def test_copies_that_one_rank_lacks_are_made_room_for_on_both(rank):
         server.scheduler.submit([*HEAD, *DOCUMENT, 7], "", "request")
         (entry,) = server.scheduler.waiting
         assert server.scheduler.match(entry) == 0
-        (span,) = server.scheduler.reuse._states[entry.req].due
+        (span,) = server.scheduler.reuse.books.requests[entry.req].due
         if server.is_failing:
             server.scheduler.keeper._host.remove(span.donor.kv.store_key)
         assert server.scheduler.admit(entry, 12)
@@ -404,28 +404,28 @@ def test_long_walk_with_failures_of_all_kinds(selection):
 
 
 ROUND_ABOUT = [
-    ("RequestReuse._matched", "reuse/together.py", "before anything of a lookup"),
-    ("SGLangRequest.matched", "requests.py", "a request is half matched"),
-    ("RequestReuse._require_sound", "requests.py", "before anything of a lookup, a load or a release"),
-    ("RequestReuse._asked", "requests.py", "before ranks decide"),
-    ("RequestReuse._decide", "requests.py", "before ranks decide"),
-    ("RequestReuse._agree", "requests.py", "before ranks decide"),
-    ("Repairs.planned_for", "requests.py", "after ranks have decided"),
+    ("Promises._matched", "reuse/together.py", "before anything of a lookup"),
+    ("SGLangRequest.matched", "requests/promises.py", "a request is half matched"),
+    ("Books.require_sound", "requests/promises.py", "before anything of a lookup, a load or a release"),
+    ("Promises._asked", "requests/promises.py", "before ranks decide"),
+    ("LoadDecisions.decide", "requests/promises.py", "before ranks decide"),
+    ("Promises._agree", "requests/promises.py", "before ranks decide"),
+    ("Repairs.planned_for", "requests/promises.py", "after ranks have decided"),
     ("Loader._allocate", "reuse/together.py", "before room is made for a load"),
     ("Loader._copy", "reuse/together.py", "before a load, when room was made for it"),
     ("SGLangRequest.take_due", "donors/loader.py", "before a load"),
     ("SGLangRequest.loaded", "donors/loader.py", "after a load"),
     ("DonorKeeper.record_hit", "donors/loader.py", "when a load was noted"),
-    ("SGLangRequest.goes_on", "copies.py", "between two chunks"),
-    ("Repairs.loaded", "reuse/together.py", "between a load and the passes over it"),
-    ("SGLangRequest.extent", "copies.py", "between a load and the passes over it"),
-    ("Recomputer.agreed_policy", "copies.py", "before passes"),
+    ("SGLangRequest.goes_on", "requests/loading.py", "between two chunks"),
+    ("Repairs._loaded", "reuse/together.py", "between a load and the passes over it"),
+    ("SGLangRequest.extent", "requests/passes.py", "between a load and the passes over it"),
+    ("Recomputer.agreed_policy", "requests/passes.py", "before passes"),
     ("SGLangRequest.recomputed", "reuse/together.py", "behind passes"),
-    ("Repairs.due", "reuse/together.py", "before a step"),
-    ("Copies.repair", "repairs.py", "before passes of a repair"),
-    ("DonorRegistrar.pieces", "requests.py", "before ranks compare what they keep"),
-    ("RequestReuse._adopt", "requests.py", "before ranks compare what they keep"),
-    ("DonorRegistrar.touch_front", "requests.py", "between what is kept and what was"),
+    ("Repairs._due", "reuse/together.py", "before a step"),
+    ("PolicyPasses.after", "requests/repairs.py", "before passes of a repair"),
+    ("DonorRegistrar.pieces", "requests/publishing.py", "before ranks compare what they keep"),
+    ("Publishing._adopt", "requests/publishing.py", "before ranks compare what they keep"),
+    ("DonorRegistrar.touch_front", "requests/publishing.py", "between what is kept and what was"),
 ]
 """Calls between two exchanges of ranks: what is called, from where, and what it is the middle of."""
 

@@ -114,13 +114,13 @@ def test_one_rank_agrees_with_itself():
 
 def test_disagreement_frees_what_was_loaded(make_world, make_tokens):
     from kvgraft.integrations.sglang.donors.loader import Loader
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
 
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
     (donor,) = world.keeper.catalogue
     state = SGLangRequest("query", donor.namespace)
-    state.chosen([LoadSpan(0, 50, donor, 10)])
+    state.load_only([LoadSpan(0, 50, donor, 10)])
     elsewhere = FailsElsewhere(lambda: bool(state.lineage.spans))  # once it is loaded here
     loader = Loader(world.tree, world.pool, world.keeper, None, ranks=elsewhere, log=world.log)
     assert loader.load(state, 0, 50) is None

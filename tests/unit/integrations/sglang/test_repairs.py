@@ -20,7 +20,7 @@ from kvgraft.integrations.sglang.planning.ranks import Ranks
 from kvgraft.integrations.sglang.plugin import _early_results
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
-from kvgraft.integrations.sglang.repairs import Repairs
+from kvgraft.integrations.sglang.requests.repairs import Repairs
 from kvgraft.reuse.repair_time import RepairPlan
 from kvgraft.types import MissReason, RepairTime
 
@@ -40,7 +40,7 @@ NONE = np.empty(0, np.int64)
     ],
 )
 def test_time_is_that_asked_for_or_has_a_reason(asked, num_tokens_left, refusal, planned):
-    assert Repairs(None, refusal).planned(asked, num_tokens_left) == planned
+    assert Repairs(None, None, refusal).planned(asked, num_tokens_left) == planned
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_time_is_that_asked_for_or_has_a_reason(asked, num_tokens_left, refusal,
     ],
 )
 def test_answer_that_goes_on_waits_for_its_repair(asked, num_tokens_left, refusal, reason):
-    assert Repairs(None, refusal).planned(asked, num_tokens_left, num_drawn=1) == RepairPlan(BEFORE, reason)
+    assert Repairs(None, None, refusal).planned(asked, num_tokens_left, num_drawn=1) == RepairPlan(BEFORE, reason)
 
 
 class NotedPasses:
@@ -92,7 +92,7 @@ class Ask:
     def __init__(self, make_world, make_tokens, failure=None, max_new_tokens=32, **settings):
         self.world, document = make_world(**settings), make_tokens(100)
         self.world.publish("donor", document)
-        self.world.reuse.copies.recomputer = self.made = NotedPasses(failure)
+        self.world.reuse.repairs.passes.recomputer = self.made = NotedPasses(failure)
         self.world.planner._left_out = NoRecompute()  # heads of runs are copied, as a planner with passes has them
         sampling = SimpleNamespace(custom_params=None, max_new_tokens=max_new_tokens)
         self.req = FakeRequest("query", document[10:90] + make_tokens(20), sampling_params=sampling)
@@ -100,8 +100,8 @@ class Ask:
 
     def prefill(self, **params):
         self.req.sampling_params.custom_params = params
-        self.world.reuse.load_first(self.req, promise(self.world, self.req))
-        self.world.reuse.recompute(self.req, self.row[:80].long())
+        self.world.reuse.loading.load_first(self.req, promise(self.world, self.req))
+        self.world.reuse.repairs.recompute(self.req, self.row[:80].long())
         return self
 
     def draw(self):
@@ -111,7 +111,7 @@ class Ask:
     def decode(self):
         """What `GraftRadixCache` does before a batch in which the request has a row of a drawn token."""
         for req in self.world.reuse.repairs.due([FakeRequest("other", self.req.origin_input_ids), self.req]):
-            self.world.reuse.repair(req, self.row)
+            self.world.reuse.repairs.repair(req, self.row)
         return self.draw()
 
     def told(self):
@@ -183,7 +183,7 @@ def test_answer_that_ends_at_its_first_token_repairs_nothing(ask, end):
 
 def test_aborted_request_waits_for_nothing(ask):
     asked = ask().prefill().draw()
-    asked.world.reuse.aborted(asked.req.cache_request_handle)
+    asked.world.reuse.ends.aborted(asked.req.cache_request_handle)
     assert asked.world.reuse.repairs.due([asked.req]) == []
 
 
@@ -192,12 +192,14 @@ def test_retracted_request_draws_its_next_token_from_repaired_copies(ask, num_de
     asked = ask().prefill().draw()
     for _ in range(num_decoded):
         asked.decode()
-    asked.world.reuse.released(asked.req)
+    asked.world.reuse.ends.released(asked.req)
     assert asked.world.reuse.repairs.due([asked.req]) == []
     tokens = asked.req.full_untruncated_fill_ids
-    asked.world.reuse.load_first(asked.req, asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, 0))
+    asked.world.reuse.loading.load_first(
+        asked.req, asked.world.reuse.promises.promise(asked.req, tokens, len(tokens) - 1, 0)
+    )
     asked.made.plans.clear()
-    asked.world.reuse.recompute(asked.req, asked.row[:80].long())
+    asked.world.reuse.repairs.recompute(asked.req, asked.row[:80].long())
     assert asked.made.calls[-1] == ("before", list(range(500, 580))), "the next token is drawn after this"
     ((num_tokens, _, computed),) = asked.made.plans
     assert (num_tokens, computed) == (100, list(range(80, 100))), (
@@ -206,7 +208,7 @@ def test_retracted_request_draws_its_next_token_from_repaired_copies(ask, num_de
     asked.draw().decode()
     assert asked.made.calls[-1][0] == "before", "it is repaired once"
     asked.req.is_finished = True
-    asked.world.reuse.released(asked.req)
+    asked.world.reuse.ends.released(asked.req)
     entry = asked.world.log.take(asked.req)
     first, second = (attempt["repair"]["from_token"] for attempt in entry["attempts"])
     assert first == (2 if num_decoded else None)
@@ -221,33 +223,35 @@ def test_answer_that_a_donor_has_is_computed_as_before_the_retraction(ask, make_
     answer = make_tokens(40)
     asked.world.publish("the same answer", make_tokens(9) + answer)
     asked.req.output_ids += answer
-    asked.world.reuse.released(asked.req)
+    asked.world.reuse.ends.released(asked.req)
     tokens = asked.req.full_untruncated_fill_ids
-    assert asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, 0) == 80
-    assert asked.world.reuse.next_gap(asked.req, 80) is None
+    assert asked.world.reuse.promises.promise(asked.req, tokens, len(tokens) - 1, 0) == 80
+    assert asked.world.reuse.loading.next_gap(asked.req, 80) is None
 
 
 def test_answer_that_the_exact_tree_has_by_now_needs_no_copies(ask):
     asked = ask().prefill().draw().draw()
-    asked.world.reuse.released(asked.req)
+    asked.world.reuse.ends.released(asked.req)
     tokens = asked.req.full_untruncated_fill_ids
-    assert asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, len(tokens) - 1) == 0
+    assert asked.world.reuse.promises.promise(asked.req, tokens, len(tokens) - 1, len(tokens) - 1) == 0
     assert asked.told()["exact_tokens"] == 101
 
 
 def test_last_token_of_a_retracted_request_waits_for_its_repair(ask):
     asked = ask(max_new_tokens=2).prefill().draw()
-    asked.world.reuse.released(asked.req)
+    asked.world.reuse.ends.released(asked.req)
     tokens = asked.req.full_untruncated_fill_ids
-    asked.world.reuse.load_first(asked.req, asked.world.reuse.promise(asked.req, tokens, len(tokens) - 1, 0))
-    asked.world.reuse.recompute(asked.req, asked.row[:80].long())
+    asked.world.reuse.loading.load_first(
+        asked.req, asked.world.reuse.promises.promise(asked.req, tokens, len(tokens) - 1, 0)
+    )
+    asked.world.reuse.repairs.recompute(asked.req, asked.row[:80].long())
     told = asked.told()["repair"]
     assert (told["time"], told["reason"], told["from_token"]) == ("before", "one token was asked for", 2)
 
 
 def test_kv_of_other_weights_are_not_repaired(ask):
     asked = ask().prefill().draw()
-    asked.world.reuse.weights_change()
+    asked.world.reuse.books.weights_change()
     asked.decode()
     assert asked.made.calls == []
     assert asked.told()["repair"]["from_token"] is None
@@ -255,9 +259,9 @@ def test_kv_of_other_weights_are_not_repaired(ask):
 
 def test_kv_of_other_weights_are_not_computed_again_between_chunks(ask):
     asked = ask(repair="before")
-    asked.world.reuse.load_first(asked.req, promise(asked.world, asked.req))
-    asked.world.reuse.weights_change()
-    asked.world.reuse.recompute(asked.req, asked.row[:80].long())
+    asked.world.reuse.loading.load_first(asked.req, promise(asked.world, asked.req))
+    asked.world.reuse.books.weights_change()
+    asked.world.reuse.repairs.recompute(asked.req, asked.row[:80].long())
     assert asked.made.calls == []
 
 
@@ -282,7 +286,7 @@ def test_pass_that_fails_is_counted_and_not_tried_again(ask):
 
 def test_without_passes_of_our_own_sglang_computes_the_choice_before_the_first_token(ask):
     asked = ask()
-    asked.world.reuse.copies.recomputer = None
+    asked.world.reuse.repairs.passes.recomputer = None
     asked.world.reuse.repairs.refusal = "--enable-lora, whose adapters are chosen per batch"
     told = asked.prefill().draw().told()["repair"]
     assert (told["time"], told["from_token"]) == ("before", 1)
@@ -295,19 +299,19 @@ class Burst:
     def __init__(self, make_world, make_tokens, **settings):
         self.world, document = make_world(selection="first_k", **settings), make_tokens(100)
         self.world.publish("donor", document)
-        self.world.reuse.copies.recomputer = self.made = NotedPasses()
+        self.world.reuse.repairs.passes.recomputer = self.made = NotedPasses()
         self.made.expected_rows = lambda num_reused: 30
         self.world.planner._left_out = NoRecompute()
         self.stream = FakeRequest("stream", make_tokens(9))
         self.reqs = [FakeRequest(name, document[10:90] + make_tokens(20)) for name in "abcd"]
 
     def admit(self, req):
-        self.world.reuse.load_first(req, promise(self.world, req))
-        self.world.reuse.recompute(req, torch.arange(500, 580))
+        self.world.reuse.loading.load_first(req, promise(self.world, req))
+        self.world.reuse.repairs.recompute(req, torch.arange(500, 580))
 
     def is_put_off(self, req, running, num_rows=0):
         promise(self.world, req)
-        return self.world.reuse.is_too_much(req, running, num_rows)
+        return self.world.reuse.repairs.is_too_much(req, running, num_rows)
 
 
 def test_burst_is_repaired_over_several_steps_while_others_stream(make_world, make_tokens):
@@ -321,7 +325,7 @@ def test_burst_is_repaired_over_several_steps_while_others_stream(make_world, ma
         running.append(req)
     assert burst.is_put_off(third, running)
     assert not burst.is_put_off(third, [first, second]), "no answer streams beside them"
-    burst.world.reuse.repair(first, torch.arange(500, 700, dtype=torch.int32))
+    burst.world.reuse.repairs.repair(first, torch.arange(500, 700, dtype=torch.int32))
     assert not burst.is_put_off(third, running), "the step has come"
     plain = FakeRequest("plain", make_tokens(50))
     assert not burst.is_put_off(plain, running, num_rows=1000), "it has nothing to repair"
@@ -332,7 +336,7 @@ def test_repairs_before_first_tokens_count_in_the_step_that_admits_them(make_wor
     burst.world.reuse.repairs.most_rows = 70
     req = burst.reqs[0]
     assert not burst.is_put_off(req, [burst.stream])
-    assert burst.world.reuse.rows_now(req) == 30
+    assert burst.world.reuse.repairs.rows_now(req) == 30
     assert not burst.is_put_off(req, [burst.stream], num_rows=30)
     assert burst.is_put_off(req, [burst.stream], num_rows=60)
 
@@ -347,7 +351,7 @@ def test_repair_that_alone_is_too_much_for_a_step_has_one_of_its_own(make_world,
 
 def test_no_selection_has_no_repair(ask):
     asked = ask(selection="none")
-    asked.world.reuse.copies.recomputer = None
+    asked.world.reuse.repairs.passes.recomputer = None
     asked.prefill().draw()
     assert asked.world.reuse.repairs.due([asked.req]) == [], "no step is held up"
     assert asked.told()["repair"] is None

@@ -25,12 +25,12 @@ def rotated(keys, delta):
 
 def promise(world, req, prefix_len=0):
     req.prefix_len = prefix_len
-    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
+    return world.reuse.promises.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
 
 
 def report(world, req):
     req.is_finished = True
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     return world.log.take(req)["attempts"][-1]
 
 
@@ -39,8 +39,8 @@ def test_region_is_copied_with_keys_rotated_to_its_new_position(make_world, make
     node = world.publish("donor", make_tokens(30) + document)
     req = FakeRequest("query", document[20:80] + make_tokens(20))
     assert promise(world, req) == 60
-    assert world.reuse.load_first(req, 60) == 60
-    (slots,) = world.reuse.private_slots(req)
+    assert world.reuse.loading.load_first(req, 60) == 60
+    (slots,) = world.reuse.loading.private_slots(req)
     source = world.tree.slots(node)[50:110]
     for keys, values in zip(world.keys, world.values, strict=True):
         torch.testing.assert_close(keys[slots], rotated(keys[source], -50), atol=1e-5, rtol=0)
@@ -54,8 +54,8 @@ def test_promise_repeats_without_planning_again(make_world, make_tokens):
     world.publish("donor", document)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     assert promise(world, req) == promise(world, req) == 80
-    assert world.reuse.promised(req, 0) == 80
-    assert world.reuse.promised(req, 1) == 0
+    assert world.reuse.promises.promised(req, 0) == 80
+    assert world.reuse.promises.promised(req, 1) == 0
     world.conserved()
 
 
@@ -75,11 +75,11 @@ def test_waiting_prompt_is_looked_up_once_and_again_when_its_turn_comes(make_wor
     world.planner.plan = lambda *args, **fields: lookups.append(1) or plan(*args, **fields)
     tokens = req.origin_input_ids
     for number in range(5):
-        assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+        assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
         world.keeper.version += 1  # another text has become a donor
         assert len(lookups) == 1, number
-    assert world.reuse.promise_again(req) == 100
-    assert world.reuse.promise_again(req) is None
+    assert world.reuse.promises.promise_again(req) == 100
+    assert world.reuse.promises.promise_again(req) is None
     assert len(lookups) == 2
 
 
@@ -87,13 +87,13 @@ def test_what_has_become_a_donor_while_a_prompt_waited_is_found_when_its_turn_co
     world, document = make_world(), make_tokens(100)
     req = FakeRequest("query", document + make_tokens(5))
     tokens = req.origin_input_ids
-    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
     world.publish("donor", document)
-    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
-    assert world.reuse.promise_again(req) == 100
-    world.reuse.clear()  # as after a flush
-    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
-    assert world.reuse.promise_again(req) == 0
+    assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promises.promise_again(req) == 100
+    world.reuse.books.clear()  # as after a flush
+    assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 0
+    assert world.reuse.promises.promise_again(req) == 0
 
 
 def test_exact_prefix_that_has_grown_while_a_prompt_waited_promises_nothing_of_before(make_world, make_tokens):
@@ -101,9 +101,9 @@ def test_exact_prefix_that_has_grown_while_a_prompt_waited_promises_nothing_of_b
     world.publish("donor", document)
     req = FakeRequest("query", document + make_tokens(5))
     tokens = req.origin_input_ids
-    assert world.reuse.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
-    assert world.reuse.promise(req, tokens, len(tokens) - 1, 50, may_keep=True) == 0
-    assert world.reuse.promise_again(req) == 50
+    assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 0, may_keep=True) == 100
+    assert world.reuse.promises.promise(req, tokens, len(tokens) - 1, 50, may_keep=True) == 0
+    assert world.reuse.promises.promise_again(req) == 50
 
 
 def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_tokens):
@@ -112,7 +112,7 @@ def test_donor_evicted_after_the_promise_is_computed_instead(make_world, make_to
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     promised = promise(world, req)
     world.tree.evict(node, 40)
-    assert world.reuse.load_first(req, promised) == 0
+    assert world.reuse.loading.load_first(req, promised) == 0
     assert not req.skip_radix_cache_insert
     assert report(world, req)["miss"]["detail"] == "the donor was evicted before it could be copied"
     world.conserved()
@@ -136,8 +136,8 @@ def test_evicted_donor_is_copied_from_host_memory(make_world, make_tokens):
     for buffer in (*world.keys, *world.values):
         buffer.zero_()
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    assert world.reuse.load_first(req, promise(world, req)) == 80
-    (slots,) = world.reuse.private_slots(req)
+    assert world.reuse.loading.load_first(req, promise(world, req)) == 80
+    (slots,) = world.reuse.loading.private_slots(req)
     torch.testing.assert_close(world.keys[1][slots], rotated(keys, -40), atol=1e-5, rtol=0)
     assert torch.equal(world.values[1][slots], values)
     found = report(world, req)
@@ -150,7 +150,7 @@ def test_donor_that_half_evicted_comes_from_both_tiers(make_world, make_tokens):
     node = world.publish("donor", document)
     world.tree.evict(node, 50)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert world.reuse.loading.load_first(req, promise(world, req)) == 80
     assert [source["tier"] for source in report(world, req)["sources"]] == ["device", "host"]
 
 
@@ -174,7 +174,7 @@ class FullStore(HostKVStore):
 def test_text_that_the_store_does_not_keep_leaves_without_harm(make_world, make_tokens, monkeypatch):
     monkeypatch.setattr(keeper, "HostKVStore", FullStore)
     world, first, second = make_world(donor_tokens=150), make_tokens(100), make_tokens(100)
-    world.tree.on_evicted = world.reuse.evicted
+    world.tree.on_evicted = world.reuse.publishing.evicted
     world.tree.evict(world.publish("first", first), 0)
     assert world.keeper.host_bytes == 0
     world.publish("second", second)  # there is no room for both in the catalogue
@@ -220,14 +220,14 @@ def test_further_regions_are_loaded_between_chunks(make_world, make_tokens):
     world.publish("donor", document)
     req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(30) + document[100:150] + make_tokens(9))
     assert promise(world, req) == 0
-    assert world.reuse.next_gap(req, 0) == 20
+    assert world.reuse.loading.next_gap(req, 0) == 20
     req.prefix_len = 20
-    assert len(world.reuse.load_next(req, room=500)) == 60
+    assert len(world.reuse.loading.load_next(req, room=500)) == 60
     req.prefix_len = 80
-    assert world.reuse.next_gap(req, 80) == 30
+    assert world.reuse.loading.next_gap(req, 80) == 30
     req.prefix_len = 110
-    assert len(world.reuse.load_next(req, room=500)) == 50
-    assert world.reuse.next_gap(req, 160) is None
+    assert len(world.reuse.loading.load_next(req, room=500)) == 50
+    assert world.reuse.loading.next_gap(req, 160) is None
     found = report(world, req)
     assert (found["shifted_tokens"], found["computed_tokens"], found["prefill_steps"]) == (110, 59, 3)
 
@@ -238,8 +238,8 @@ def test_region_that_running_requests_have_no_room_for_is_computed(make_world, m
     req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
     promise(world, req)
     req.prefix_len = 20
-    assert world.reuse.load_next(req, room=59) is None
-    assert world.reuse.next_gap(req, 20) is None
+    assert world.reuse.loading.load_next(req, room=59) is None
+    assert world.reuse.loading.next_gap(req, 20) is None
     assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
     world.conserved()
 
@@ -250,7 +250,7 @@ def test_chunk_that_ended_inside_a_region_leaves_its_rest(make_world, make_token
     req = FakeRequest("query", make_tokens(20) + document[:60] + make_tokens(9))
     promise(world, req)
     req.prefix_len = 40
-    assert len(world.reuse.load_next(req, room=500)) == 40
+    assert len(world.reuse.loading.load_next(req, room=500)) == 40
     assert report(world, req)["spans"][0]["target_start"] == 40
 
 
@@ -260,7 +260,7 @@ def test_full_pool_is_a_miss_and_gives_everything_back(make_world, make_tokens):
     req = FakeRequest("query", document[10:590] + make_tokens(10))
     promised = promise(world, req)
     assert promised == 580
-    assert world.reuse.load_first(req, promised) == 0  # 580 more do not fit beside the donor, which is pinned
+    assert world.reuse.loading.load_first(req, promised) == 0  # 580 more do not fit beside the donor, which is pinned
     assert report(world, req)["miss"]["reason"] == MissReason.NO_ROOM.value
     world.conserved()
 
@@ -271,7 +271,7 @@ def test_failing_copy_is_counted_and_gives_everything_back(make_world, make_toke
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     promised = promise(world, req)
     monkeypatch.setattr(type(world.pool), "copy", lambda *_: 1 / 0)
-    assert world.reuse.load_first(req, promised) == 0
+    assert world.reuse.loading.load_first(req, promised) == 0
     assert world.log.num_errors == 1
     assert "division by zero" in caplog.text
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
@@ -284,7 +284,7 @@ def test_copy_whose_slots_cannot_be_read_leaves_no_donor_pinned(make_world, make
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     promised = promise(world, req)
     monkeypatch.setattr(world.tree, "slots", lambda _: 1 / 0)
-    assert world.reuse.load_first(req, promised) == 0
+    assert world.reuse.loading.load_first(req, promised) == 0
     assert report(world, req)["miss"]["reason"] == MissReason.ERROR.value
     world.conserved()
 
@@ -338,11 +338,11 @@ def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_wor
     req = FakeRequest("query", document[10:90] + head + document[100:190] + make_tokens(10))
     promised = promise(world, req)
     assert promised == 80
-    world.reuse.load_first(req, promised)
-    world.reuse.copies.recomputer = made = FailingRecomputer(where)
-    world.reuse.recompute(req, torch.arange(80))
-    assert world.reuse.next_gap(req, 80) is None
-    state = world.reuse._states[req]
+    world.reuse.loading.load_first(req, promised)
+    world.reuse.repairs.passes.recomputer = made = FailingRecomputer(where)
+    world.reuse.repairs.recompute(req, torch.arange(80))
+    assert world.reuse.loading.next_gap(req, 80) is None
+    state = world.reuse.books.requests[req]
     assert state.lineage.is_approximate is (where == "pass")
     assert req.skip_radix_cache_insert
     assert made.starts == ([] if where == "pass" else [(0, 80)])
@@ -362,14 +362,17 @@ def test_failing_policy_has_everything_computed_and_nothing_more_copied(make_wor
 def test_aborted_and_retracted_requests_leave_nothing_behind(make_world, make_tokens, tmp_path):
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
-    for rid, end in (("a", lambda req: world.reuse.aborted(req.cache_request_handle)), ("b", world.reuse.released)):
+    for rid, end in (
+        ("a", lambda req: world.reuse.ends.aborted(req.cache_request_handle)),
+        ("b", world.reuse.ends.released),
+    ):
         req = FakeRequest(rid, document[10:90] + make_tokens(10))
         promise(world, req)
         end(req)
     promise(world, req)
     req.is_finished = True
-    world.reuse.released(req)
-    assert world.reuse.num_requests == 0
+    world.reuse.ends.released(req)
+    assert world.reuse.books.num_requests == 0
     lines = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
     assert [(line["request_id"], line["outcome"], len(line["attempts"])) for line in lines] == [
         ("donor", "finished", 1),
@@ -384,7 +387,7 @@ def test_request_that_is_aborted_while_it_answers_did_not_finish(make_world, mak
     req = FakeRequest("query", document, output_ids=make_tokens(3))
     promise(world, req)
     req.is_finished, req.finished_reason = True, type("FINISH_ABORT", (), {})()
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     (line,) = (tmp_path / "reports.jsonl").read_text().splitlines()
     assert (json.loads(line)["outcome"], json.loads(line)["output_tokens"]) == ("aborted", 3)
     assert world.log.take(req)["outcome"] == "aborted", "the client that aborted may still listen"
@@ -455,8 +458,8 @@ def test_text_of_requests_for_what_is_read_off_the_prompt_becomes_a_donor(make_w
     req = FakeRequest("asks", document, return_logprob=True, logprob_start_len=0)
     assert promise(world, req) == 0
     req.kv.cache_protected_len, req.is_finished = 100, True
-    world.reuse.published(req, world.tree.insert(document, world.tree.allocate(100)))
-    world.reuse.released(req)
+    world.reuse.publishing.published(req, world.tree.insert(document, world.tree.allocate(100)))
+    world.reuse.ends.released(req)
     assert promise(world, FakeRequest("query", document[20:] + make_tokens(9))) == 80
 
 
@@ -475,10 +478,10 @@ def finish_grafted(world, make_tokens, document, tail):
     row = world.tree.allocate(len(req.origin_input_ids))
     head = world.tree.insert(req.origin_input_ids[:20], row[:20])
     req.kv.cache_protected_len = req.prefix_len = 20
-    row[20:80] = world.reuse.load_next(req, room=500)
+    row[20:80] = world.reuse.loading.load_next(req, room=500)
     req.owned, req.is_finished = len(req.origin_input_ids), True
-    world.reuse.adopt_computed(req, row.int(), head)
-    world.reuse.settle()
+    world.reuse.publishing.adopt_computed(req, row.int(), head)
+    world.reuse.publishing.settle()
     return req
 
 
@@ -486,11 +489,11 @@ def test_text_computed_behind_a_copy_becomes_a_donor_of_the_next_generation(make
     world, document, tail = make_world(), make_tokens(100), make_tokens(40)
     world.publish("donor", document)
     req = finish_grafted(world, make_tokens, document, tail)
-    assert world.reuse.adopted(req) == [(20, 120)], "the copy as well: others go on from it"
+    assert world.reuse.publishing.adopted(req) == [(20, 120)], "the copy as well: others go on from it"
     other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
     promise(world, other)
     other.prefix_len = 5
-    assert len(world.reuse.load_next(other, room=500)) == 40
+    assert len(world.reuse.loading.load_next(other, room=500)) == 40
     (span,) = report(world, other)["spans"]
     assert (span["generation"], span["position_delta"]) == (1, -75)
     # No exact request can ask for it: its path has a name that nobody knows.
@@ -515,7 +518,7 @@ def test_a_text_that_is_computed_exactly_replaces_its_approximate_donor(make_wor
     other = FakeRequest("other", make_tokens(5) + tail + make_tokens(5))
     promise(world, other)
     other.prefix_len = 5
-    assert len(world.reuse.load_next(other, room=500)) == 40
+    assert len(world.reuse.loading.load_next(other, room=500)) == 40
     (span,) = report(world, other)["spans"]
     assert (span["generation"], span["position_delta"]) == (0, 5)
 
@@ -528,7 +531,7 @@ def test_a_copy_that_was_promised_of_a_replaced_donor_is_made_or_computed(make_w
     assert promise(world, other) == 40
     world.publish("healed", tail)
     assert promise(world, other) == 40
-    assert world.reuse.load_first(other, 40) == 40
+    assert world.reuse.loading.load_first(other, 40) == 40
     (span,) = report(world, other)["spans"]
     assert span["generation"] == 0
 
@@ -544,7 +547,7 @@ def test_generations_are_bounded(make_world, make_tokens):
 def test_flushed_cache_has_no_donors(make_world, make_tokens):
     world, document = make_world(), make_tokens(100)
     world.tree.evict(world.publish("donor", document), 50)
-    world.reuse.clear()
+    world.reuse.books.clear()
     world.keeper.check()
     assert world.keeper.host_bytes == 0
     assert promise(world, FakeRequest("query", document + make_tokens(5))) == 0
@@ -557,9 +560,9 @@ def test_whole_pages_are_loaded(make_world, make_tokens, page_size):
     req = FakeRequest("query", make_tokens(21) + document[:130] + make_tokens(9))
     promise(world, req)
     start = -(-21 // page_size) * page_size
-    assert world.reuse.next_gap(req, 0) == start
+    assert world.reuse.loading.next_gap(req, 0) == start
     req.prefix_len = start
-    slots = world.reuse.load_next(req, room=500)
+    slots = world.reuse.loading.load_next(req, room=500)
     assert len(slots) == 151 // page_size * page_size - start
     assert len(slots) % page_size == 0
 
@@ -572,15 +575,15 @@ def test_two_requests_of_one_id_keep_what_is_theirs(make_world, make_tokens):
     promised = promise(world, first)
     stranger = FakeRequest("same", document[10:90] + make_tokens(10), cache_salt="stranger")
     assert promise(world, stranger) == 0
-    assert world.reuse.load_first(first, promised) == 80
-    world.reuse.aborted(stranger.cache_request_handle)
-    (slots,) = world.reuse.private_slots(first)
+    assert world.reuse.loading.load_first(first, promised) == 80
+    world.reuse.ends.aborted(stranger.cache_request_handle)
+    (slots,) = world.reuse.loading.private_slots(first)
     assert len(slots) == 80
     assert report(world, first)["shifted_tokens"] == 80
 
 
 def retract(world, req):
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     req.kv.cache_protected_len = 0
 
 
@@ -589,13 +592,13 @@ def test_report_does_not_become_better_when_a_request_is_retracted(make_world, m
     world, document = make_world(host_bytes=0), make_tokens(100)
     node = world.publish("donor", document)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    world.reuse.load_first(req, promise(world, req))
+    world.reuse.loading.load_first(req, promise(world, req))
     req.output_ids = make_tokens(3)
     retract(world, req)
     world.tree.evict(node, 0)
     assert promise(world, req) == 0
     req.is_finished = True
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     entry = world.log.take(req)
     assert [attempt["shifted_tokens"] for attempt in entry["attempts"]] == [80, 0]
     assert entry["report"] == {k: v for k, v in entry["attempts"][0].items() if k in entry["report"]}
@@ -607,10 +610,10 @@ def test_retracted_prompt_that_is_computed_exactly_is_published(make_world, make
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    world.reuse.load_first(req, promise(world, req))
+    world.reuse.loading.load_first(req, promise(world, req))
     assert req.skip_radix_cache_insert
     retract(world, req)
-    world.reuse.clear()
+    world.reuse.books.clear()
     assert promise(world, req) == 0
     assert not req.skip_radix_cache_insert
 
@@ -619,10 +622,10 @@ def test_retracted_request_that_is_aborted_while_it_waits_is_reported_once(make_
     world, document = make_world(), make_tokens(100)
     world.publish("donor", document)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    world.reuse.load_first(req, promise(world, req))
+    world.reuse.loading.load_first(req, promise(world, req))
     retract(world, req)
-    world.reuse.aborted(req.cache_request_handle)
-    assert world.reuse.num_requests == 0
+    world.reuse.ends.aborted(req.cache_request_handle)
+    assert world.reuse.books.num_requests == 0
     last = json.loads((tmp_path / "reports.jsonl").read_text().splitlines()[-1])
     assert (last["request_id"], last["outcome"], last["report"]["shifted_tokens"]) == ("query", "aborted", 80)
 
@@ -632,7 +635,7 @@ def test_metrics_that_cannot_be_recorded_end_no_request(make_world, make_tokens,
     monkeypatch.setattr(world.log.metrics, "record", lambda _: 1 / 0)
     world.publish("donor", document)
     req = FakeRequest("query", document[10:90] + make_tokens(10))
-    assert world.reuse.load_first(req, promise(world, req)) == 80
+    assert world.reuse.loading.load_first(req, promise(world, req)) == 80
     assert report(world, req)["shifted_tokens"] == 80
     assert caplog.text.count("metrics cannot be recorded") == 1
 
@@ -644,7 +647,7 @@ def test_request_counts_once_however_often_it_is_retracted(make_world, make_toke
     metrics.values.clear()
     req = FakeRequest("query", document[10:90] + make_tokens(10))
     for _ in range(3):
-        world.reuse.load_first(req, promise(world, req))
+        world.reuse.loading.load_first(req, promise(world, req))
         retract(world, req)
     promise(world, req)
     report(world, req)
@@ -660,11 +663,11 @@ def test_tokens_of_regions_that_were_not_loaded_do_not_count_as_recomputed(make_
     for req in (lost, kept):
         promise(world, req)
         req.prefix_len = 10
-    assert world.reuse.load_next(lost, room=0) is None
+    assert world.reuse.loading.load_next(lost, room=0) is None
     assert report(world, lost)["recomputed_tokens"] == 0
-    assert len(world.reuse.load_next(kept, room=500)) == 50
+    assert len(world.reuse.loading.load_next(kept, room=500)) == 50
     kept.prefix_len = 90
-    assert world.reuse.load_next(kept, room=0) is None
+    assert world.reuse.loading.load_next(kept, room=0) is None
     assert report(world, kept)["recomputed_tokens"] == 10
 
 
@@ -674,16 +677,16 @@ def test_nothing_is_copied_after_weights_change_until_the_cache_is_flushed(make_
     world.tree.evict(world.publish("evicted", evicted), 0)
     waiting = FakeRequest("waiting", document[10:90] + make_tokens(10))
     assert promise(world, waiting) == 80
-    world.reuse.weights_change()
-    assert world.reuse.promised(waiting, 0) == 0
-    assert world.reuse.load_first(waiting, 80) == 0
+    world.reuse.books.weights_change()
+    assert world.reuse.promises.promised(waiting, 0) == 0
+    assert world.reuse.loading.load_first(waiting, 80) == 0
     assert world.keeper.host_bytes == 0
     world.publish("old prefix", document + make_tokens(50))
     for text in (document, evicted):
         req = FakeRequest("query", text + make_tokens(5))
         assert promise(world, req) == 0
         assert report(world, req)["miss"]["reason"] == MissReason.REUSE_OFF.value
-    world.reuse.clear()
+    world.reuse.books.clear()
     world.publish("donor", document)
     assert promise(world, FakeRequest("query", make_tokens(5) + document)) == 0
     assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
@@ -693,23 +696,23 @@ def test_request_that_ran_while_weights_changed_is_nobodys_donor(make_world, mak
     world, document, tail = make_world(), make_tokens(100), make_tokens(40)
     world.publish("donor", document)
     req = FakeRequest("grafted", document[:60] + tail)
-    world.reuse.load_first(req, promise(world, req))
-    world.reuse.weights_change()
+    world.reuse.loading.load_first(req, promise(world, req))
+    world.reuse.books.weights_change()
     row = world.tree.allocate(100)
     req.owned, req.is_finished = 100, True
-    world.reuse.adopt_computed(req, row.int(), None)
-    assert world.reuse.adopted(req) == []
+    world.reuse.publishing.adopt_computed(req, row.int(), None)
+    assert world.reuse.publishing.adopted(req) == []
     assert len(world.keeper.catalogue) == 0
 
 
 def test_weights_that_change_while_the_cache_is_empty_change_nothing(make_world, make_tokens):
     """Trainers flush with every part of an update and then say that it was the last."""
     world, document = make_world(), make_tokens(100)
-    world.reuse.weights_change()
+    world.reuse.books.weights_change()
     world.publish("donor", document)
-    world.reuse.weights_change()
-    world.reuse.clear()
-    world.reuse.weights_change()
+    world.reuse.books.weights_change()
+    world.reuse.books.clear()
+    world.reuse.books.weights_change()
     world.publish("donor", document)
     assert promise(world, FakeRequest("query", document + make_tokens(5))) == 100
 
@@ -725,7 +728,7 @@ def publish(world, req):
     tokens = req.origin_input_ids
     req.kv.cache_protected_len = len(tokens)
     node = world.tree.insert(tokens, world.tree.allocate(len(tokens)))
-    world.reuse.published(req, node)
+    world.reuse.publishing.published(req, node)
     return node
 
 
@@ -733,7 +736,7 @@ def test_first_token_does_not_wait_for_its_text_to_become_a_donor(make_world, ma
     world, document = make_world(), make_tokens(100)
     compute(world, "donor", document)
     assert len(world.keeper) == 0
-    world.reuse.settle()
+    world.reuse.publishing.settle()
     assert len(world.keeper) == 1
     assert (world.log.metrics["donors"], world.log.metrics["donor_tokens"]) == (1, 100)
 
@@ -750,10 +753,10 @@ def test_text_is_no_donor_if_everything_was_forgotten_before_its_answer_was_sent
     compute(world, "donor", document)
     if end == "flush":
         world.tree.paths.clear()
-        world.reuse.clear()
+        world.reuse.books.clear()
     else:
-        world.reuse.weights_change()
-    world.reuse.settle()
+        world.reuse.books.weights_change()
+    world.reuse.publishing.settle()
     assert len(world.keeper) == 0
     assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 0
 
@@ -763,13 +766,13 @@ def test_text_that_is_evicted_before_its_answer_is_sent_is_kept_as_it_was(make_w
     req, node = compute(world, "donor", document)
     values = [buffer[world.tree.slots(node)].clone() for buffer in world.values]
     req.is_finished = True
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     world.tree.evict(node, 0)
     for buffer in world.values:
         buffer.zero_()  # somebody else has the slots
     query = FakeRequest("query", document[:90] + make_tokens(5))
-    assert world.reuse.load_first(query, promise(world, query)) == 90
-    slots = torch.cat(world.reuse.private_slots(query))
+    assert world.reuse.loading.load_first(query, promise(world, query)) == 90
+    slots = torch.cat(world.reuse.loading.private_slots(query))
     for buffer, expected in zip(world.values, values, strict=True):
         assert torch.equal(buffer[slots], expected[:90])
 
@@ -778,9 +781,9 @@ def test_aborted_request_leaves_the_text_that_the_tree_has(make_world, make_toke
     """Its prompt was computed exactly and is in the tree, whoever waits for the answer; what it would answer is nobody's."""
     world, document = make_world(), make_tokens(100)
     req, _ = compute(world, "donor", document)
-    world.reuse.aborted(req.cache_request_handle)
-    world.reuse.settle()
-    assert world.reuse.num_requests == 0
+    world.reuse.ends.aborted(req.cache_request_handle)
+    world.reuse.publishing.settle()
+    assert world.reuse.books.num_requests == 0
     assert promise(world, FakeRequest("query", document[10:90] + make_tokens(5))) == 80
     world.keeper.check()
 
@@ -789,11 +792,11 @@ def test_text_computed_behind_a_copy_is_read_from_its_row_before_the_row_is_give
     world, document, tail = make_world(), make_tokens(100), make_tokens(40)
     world.publish("donor", document)
     req = FakeRequest("grafted", document[:60] + tail)
-    loaded = world.reuse.load_first(req, promise(world, req))
-    row = torch.cat([*world.reuse.private_slots(req), world.tree.allocate(40)])
+    loaded = world.reuse.loading.load_first(req, promise(world, req))
+    row = torch.cat([*world.reuse.loading.private_slots(req), world.tree.allocate(40)])
     req.owned, req.is_finished = loaded + 40, True
-    world.reuse.adopt_computed(req, row, None)
-    world.reuse.released(req)
+    world.reuse.publishing.adopt_computed(req, row, None)
+    world.reuse.ends.released(req)
     row.zero_()  # the next request's
     world.tree.evict(next(key for key, (tokens, _) in world.tree.paths.items() if tokens[-40:] == tail), 0)
     assert world.keeper.host_bytes == 40 * world.pool.bytes_per_token
@@ -813,7 +816,7 @@ def test_text_that_cannot_be_registered_costs_no_other(make_world, make_tokens, 
     monkeypatch.setattr(world.keeper, "register", fails_once)
     for req in requests:
         publish(world, req)
-    world.reuse.settle()
+    world.reuse.publishing.settle()
     assert (len(world.keeper), world.log.num_errors, world.keeper.num_published) == (1, 1, 0)
     assert "register" in caplog.text
     assert promise(world, FakeRequest("query", second[10:90] + make_tokens(5))) == 80

@@ -21,7 +21,7 @@ class Streamer:
 
 def test_text_becomes_a_donor_behind_the_tokens_of_its_step():
     events = []
-    reuse = SimpleNamespace(settle=lambda: events.append("settled"))
+    reuse = SimpleNamespace(publishing=SimpleNamespace(settle=lambda: events.append("settled")))
     reporting(Streamer)(reuse, events).stream_output(["a request"], False, skip_req="another")
     assert events == [("sent", ["a request"], False, "another"), "settled"]
 
@@ -31,8 +31,9 @@ def test_nothing_is_made_of_what_could_not_be_sent():
         def stream_output(self, *_args, **_kwargs):
             raise ConnectionError("nobody listens")
 
+    reuse = SimpleNamespace(publishing=SimpleNamespace(settle=lambda: pytest.fail("settled")))
     with pytest.raises(ConnectionError):
-        reporting(Broken)(SimpleNamespace(settle=lambda: pytest.fail("settled")), []).stream_output([], False)
+        reporting(Broken)(reuse, []).stream_output([], False)
 
 
 def test_server_that_reuses_nothing_sends_as_ever():

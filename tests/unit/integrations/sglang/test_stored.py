@@ -51,15 +51,15 @@ def outcomes(world, place=0):
 
 def promise(world, req, prefix_len=0):
     req.prefix_len = prefix_len
-    return world.reuse.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
+    return world.reuse.promises.promise(req, req.origin_input_ids, len(req.origin_input_ids) - 1, prefix_len)
 
 
 def awaits(world, req):
-    return world.reuse.awaits(req, may_nap=False)
+    return world.reuse.promises.awaits(req, may_nap=False)
 
 
 def arrive(world, req):
-    for span in world.reuse._states[req].reads.spans:
+    for span in world.reuse.books.requests[req].reads.spans:
         assert span.read.wait(SOON)
 
 
@@ -74,7 +74,7 @@ def ask(world, document, make_tokens, rid="query", **names):
 
 def report(world, req):
     req.is_finished = True
-    world.reuse.released(req)
+    world.reuse.ends.released(req)
     return world.log.take(req)["attempts"][-1]
 
 
@@ -103,8 +103,8 @@ def test_text_of_a_server_that_is_gone_is_copied_by_the_next(server, make_tokens
     arrive(after, req)
     assert promise(after, req, 10) == 300
     assert not awaits(after, req)
-    assert after.reuse.load_first(req, 300) == 300
-    (slots,) = after.reuse.private_slots(req)
+    assert after.reuse.loading.load_first(req, 300) == 300
+    (slots,) = after.reuse.loading.private_slots(req)
     for layer, (keys, values) in enumerate(kept):
         assert torch.equal(after.values[layer][slots], values)
         assert torch.allclose(after.keys[layer][slots], rotated(keys, 10), atol=1e-5)
@@ -158,8 +158,8 @@ def test_request_that_goes_away_leaves_a_read_to_those_that_share_it(server, she
         assert promise(after, FakeRequest("filler", make_tokens(10) + text + make_tokens(5)), 10) == 0
     reqs = [FakeRequest(f"query {n}", make_tokens(10) + document + make_tokens(5)) for n in range(2)]
     assert [promise(after, req, 10) for req in reqs] == [0, 0]
-    (span,) = after.reuse._states[reqs[0]].reads.spans
-    after.reuse.aborted(reqs[goes].cache_request_handle)
+    (span,) = after.reuse.books.requests[reqs[0]].reads.spans
+    after.reuse.ends.aborted(reqs[goes].cache_request_handle)
     assert not span.read.is_cancelled
     shelf.gate.set()
     stays = reqs[1 - goes]
@@ -259,7 +259,7 @@ def test_store_that_raises_harms_nobody(server, shelf, make_tokens):
     with pytest.raises(StoreError, match="no route to host"):
         settle(world)
     assert ask(world, document, make_tokens)[1] == 100, "at hand all the same"
-    world.reuse.clear()
+    world.reuse.books.clear()
     assert ask(world, document, make_tokens, "second")[1] == 0
     shelf.trouble = None
     world.publish("donor", document)
@@ -298,12 +298,12 @@ def test_prefills_tell_how_long_computing_takes(server, make_tokens):
     promise(world, req)
     world.now += 2.0
     req.kv.cache_protected_len = 200
-    world.reuse.published(req, world.tree.insert(tokens, world.tree.allocate(200)))
+    world.reuse.publishing.published(req, world.tree.insert(tokens, world.tree.allocate(200)))
     cost = world.link.costs.compute_cost(0, 200)
     assert cost / world.link.prefill.per_s == pytest.approx(2.0)
     world.now += 50
     req.is_finished = True
-    world.reuse.published(req, None)
+    world.reuse.publishing.published(req, None)
     assert cost / world.link.prefill.per_s == pytest.approx(2.0), "decoding is no prefill"
 
 
@@ -350,7 +350,7 @@ def test_text_that_others_have_stored_is_not_stored_again(server, shelf, make_to
     other.publish("more", document + make_tokens(100))
     settle(other)
     assert len(shelf.objects) == 2
-    world.reuse.clear()
+    world.reuse.books.clear()
     assert ask(world, document, make_tokens)[1] == 300, "the space is opened again, with all that is in it"
 
 
@@ -385,7 +385,7 @@ def test_tenants_and_adapters_are_kept_apart(server, shelf, make_tokens):
     req = FakeRequest("adapted", adapted, lora_id="adapter")
     promise(before, req)
     req.kv.cache_protected_len, req.is_finished = 100, True
-    before.reuse.published(req, before.tree.insert(adapted, before.tree.allocate(100)))
+    before.reuse.publishing.published(req, before.tree.insert(adapted, before.tree.allocate(100)))
     settle(before)
     assert len(before.keeper) == 2
     assert len(shelf.objects) == 1, "an adapter's name may come to mean other weights"
@@ -403,11 +403,11 @@ def test_weights_that_change_take_the_space_with_them(server, shelf, make_tokens
     world.publish("donor", document)
     settle(world)
     first = set(shelf.spaces)
-    world.reuse.weights_change()
+    world.reuse.books.weights_change()
     world.weights = "trained on"
     assert ask(world, document, make_tokens, "stale")[1] == 0
     assert not world.link.is_open
-    world.reuse.clear()
+    world.reuse.books.clear()
     assert ask(world, document, make_tokens, "new")[1] == 0
     look(world)
     assert not world.link.num_stored
@@ -415,9 +415,9 @@ def test_weights_that_change_take_the_space_with_them(server, shelf, make_tokens
     world.publish("again", document)
     settle(world)
     assert len(shelf.spaces - first) == 1
-    world.reuse.weights_change()
+    world.reuse.books.weights_change()
     world.weights = "of today"
-    world.reuse.clear()
+    world.reuse.books.clear()
     ask(world, make_tokens(20), make_tokens, "opens")
     look(world)
     assert ask(world, document, make_tokens, "back")[1] == 100, "the weights of then are back, and their K/V"
@@ -432,9 +432,9 @@ def test_read_that_began_under_other_weights_is_thrown_away(server, shelf, make_
     shelf.gate.clear()
     req = FakeRequest("query", make_tokens(10) + document + make_tokens(5))
     promise(after, req, 10)
-    after.reuse.weights_change()
+    after.reuse.books.weights_change()
     after.weights = "trained on"
-    after.reuse.clear()
+    after.reuse.books.clear()
     shelf.gate.set()
     assert promise(after, req, 10) == 0
     assert not awaits(after, req)
@@ -443,17 +443,17 @@ def test_read_that_began_under_other_weights_is_thrown_away(server, shelf, make_
 
 def test_nothing_is_stored_while_weights_change_unseen(server, shelf, make_tokens):
     world, document = server(), make_tokens(100)
-    world.reuse.weights_change(is_between=True)
-    world.reuse.weights_change()
-    world.reuse.clear()  # each part flushes
+    world.reuse.books.weights_change(is_between=True)
+    world.reuse.books.weights_change()
+    world.reuse.books.clear()  # each part flushes
     world.publish("between", document)
     world.reuse.idle()
     assert not world.link.is_open
     assert not shelf.objects
     assert ask(world, document, make_tokens)[1] == 100, "at hand, for SGLang serves with these weights, too"
-    world.reuse.weights_change(is_between=False)
+    world.reuse.books.weights_change(is_between=False)
     world.weights = "trained on"
-    world.reuse.clear()
+    world.reuse.books.clear()
     world.publish("through", document)
     settle(world)
     assert len(shelf.objects) == 1
@@ -468,10 +468,10 @@ def test_request_that_goes_away_takes_its_reads_along(server, shelf, make_tokens
     shelf.gate.clear()
     req = FakeRequest("query", make_tokens(10) + document + make_tokens(5))
     promise(after, req, 10)
-    (span,) = after.reuse._states[req].reads.spans
-    after.reuse.aborted(req.cache_request_handle)
+    (span,) = after.reuse.books.requests[req].reads.spans
+    after.reuse.ends.aborted(req.cache_request_handle)
     assert span.read.is_cancelled
-    assert after.reuse.num_requests == 0
+    assert after.reuse.books.num_requests == 0
     shelf.gate.set()
 
 
@@ -517,7 +517,7 @@ def test_what_stores_have_done_is_shown_and_outlives_a_space(server, shelf, make
     before.publish("donor", document)
     settle(before)
     assert before.log.metrics["store_writes", shelf.name, "stored"] == 1
-    before.reuse.clear()
+    before.reuse.books.clear()
     assert before.link.counts()[0].writes["stored"] == 1
     ask(before, make_tokens(20), make_tokens, "opens")
     look(before)
@@ -544,7 +544,7 @@ def test_longer_computing_is_worth_more_patience(server, shelf, make_tokens, com
     shelf.gate.clear()
     req = FakeRequest("query", make_tokens(10) + document + make_tokens(5))
     promise(after, req, 10)
-    assert after.reuse._states[req].reads.deadline - after.now == pytest.approx(patience_s)
+    assert after.reuse.books.requests[req].reads.deadline - after.now == pytest.approx(patience_s)
     shelf.gate.set()
 
 
@@ -570,7 +570,7 @@ def is_given_up(world):
 
 def comes_back(world, document, make_tokens):
     """Whether a flush makes a server that has given its stores up use them again."""
-    world.reuse.clear()
+    world.reuse.books.clear()
     promise(world, FakeRequest("opens", make_tokens(20)))
     look(world)
     return ask(world, document, make_tokens, "later")[1] == len(document)
@@ -604,8 +604,8 @@ def test_failure_to_write_ends_the_use_of_stores(server, stored, make_tokens, mo
 
 def test_weights_that_cannot_be_read_open_no_store(server, stored, make_tokens, monkeypatch):
     world, document = server(), make_tokens(100)
-    world.reuse.weights_change()
-    world.reuse.clear()
+    world.reuse.books.weights_change()
+    world.reuse.books.clear()
     with monkeypatch.context() as patch:
         patch.setattr(world.link, "_weights", raises)
         world.publish("donor", document)

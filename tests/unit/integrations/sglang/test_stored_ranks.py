@@ -51,11 +51,11 @@ def store(world, ranks):
 def ask(world, ranks):
     listed = look(world, ranks)
     req = FakeRequest("query", QUERY, prefix_len=10)
-    promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-    while world.reuse.awaits(req, may_nap=True):
-        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+    promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+    while world.reuse.promises.awaits(req, may_nap=True):
+        promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
     world.keeper.check()
-    loaded = world.reuse.load_first(req, promised) if promised else 0
+    loaded = world.reuse.loading.load_first(req, promised) if promised else 0
     return listed, promised, loaded
 
 
@@ -95,9 +95,9 @@ def test_part_that_goes_between_look_and_read_makes_all_compute(tmp_path, shelf)
             shelf.remove(world.link._space, next(iter(shelf.objects))[1])
         ranks.gathered(None)
         req = FakeRequest("query", QUERY, prefix_len=10)
-        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        while world.reuse.awaits(req, may_nap=True):
-            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        while world.reuse.promises.awaits(req, may_nap=True):
+            promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
         return promised, world.link.num_stored
 
     assert on_store_ranks(tmp_path, shelf, ask_for_lost) == [(0, 0)] * 2
@@ -154,13 +154,13 @@ def test_late_is_what_the_first_rank_calls_late(tmp_path, shelf):
         shelf.gate.clear()
         ranks.gathered(None)
         req = FakeRequest("query", QUERY, prefix_len=10)
-        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
+        world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
         world.now += 100.0 if ranks.rank else 0.1
-        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        waits = world.reuse.awaits(req, may_nap=False)
+        world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        waits = world.reuse.promises.awaits(req, may_nap=False)
         world.now += 0.0 if ranks.rank else 100.0
-        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        return waits, promised, world.reuse.awaits(req, may_nap=False), world.link.counts()[0].reads["late"]
+        promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        return waits, promised, world.reuse.promises.awaits(req, may_nap=False), world.link.counts()[0].reads["late"]
 
     assert on_store_ranks(tmp_path, shelf, ask_in_vain) == [(True, 0, False, 1)] * 2
     shelf.gate.set()
@@ -183,19 +183,19 @@ def test_rank_whose_store_hangs_holds_a_request_up_until_the_deadline(tmp_path, 
             hangs.append(world.link._space)
         ranks.gathered(None)
         req = FakeRequest("query", QUERY, prefix_len=10)
-        world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        fetch = world.reuse._states[req].reads.spans[0].read
+        world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        fetch = world.reuse.books.requests[req].reads.spans[0].read
         assert ranks.rank == rank or fetch.wait(SOON)
         ranks.gathered(None)
         waits = []
         for seconds in (0.1, 100.0):
             world.now += seconds
-            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-            waits.append(world.reuse.awaits(req, may_nap=False))
-        miss = world.reuse._states[req].miss.reason
+            promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+            waits.append(world.reuse.promises.awaits(req, may_nap=False))
+        miss = world.reuse.books.requests[req].miss.reason
         second = FakeRequest("second", QUERY, prefix_len=10)
-        world.reuse.promise(second, QUERY, len(QUERY) - 1, 10)
-        waits.append(world.reuse.awaits(second, may_nap=False))
+        world.reuse.promises.promise(second, QUERY, len(QUERY) - 1, 10)
+        waits.append(world.reuse.promises.awaits(second, may_nap=False))
         ranks.gathered(None)
         goes_on.set()
         return waits, promised, miss, world.link.counts()[0].reads["late"]
@@ -214,8 +214,8 @@ def test_what_fails_on_one_rank_leaves_no_other_in_an_exchange(tmp_path, shelf, 
     def ask_and_fail(world, ranks):
         listed = look(world, ranks)
         if place == "digest":
-            world.reuse.weights_change()
-            world.reuse.clear()
+            world.reuse.books.weights_change()
+            world.reuse.books.clear()
         parts = {
             "digest": (world.link, "_weights"),
             "export": (world.keeper, "export"),
@@ -229,10 +229,10 @@ def test_what_fails_on_one_rank_leaves_no_other_in_an_exchange(tmp_path, shelf, 
             world.publish("donor", array("q", range(2000, 2100)))
         world.reuse.idle()
         req = FakeRequest("query", QUERY, prefix_len=10)
-        promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        while world.reuse.awaits(req, may_nap=True):
-            promised = world.reuse.promise(req, QUERY, len(QUERY) - 1, 10)
-        loaded = world.reuse.load_first(req, promised) if promised else 0
+        promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        while world.reuse.promises.awaits(req, may_nap=True):
+            promised = world.reuse.promises.promise(req, QUERY, len(QUERY) - 1, 10)
+        loaded = world.reuse.loading.load_first(req, promised) if promised else 0
         errors = world.log.num_errors
         world.publish("donor", array("q", range(3000, 3100)))
         world.reuse.idle()

@@ -53,7 +53,8 @@ class Broken(Recall):
 
 def attach(world, provider, deadline_s=60.0):
     substitutes = Substitutes(GuardedProvider(provider, deadline_s), MIN_GAIN)
-    world.reuse.substitutes = TreeSubstitutes(substitutes, world.tree, 1)
+    for part in (world.reuse.promises.decisions, world.reuse.publishing):
+        part.substitutes = TreeSubstitutes(substitutes, world.tree, 1)
     return provider
 
 
@@ -66,13 +67,13 @@ def test_a_stand_in_is_copied_and_called_substituted(make_world, make_tokens):
     attach(world, Recall())
     world.publish("stored", make_tokens(50))
     req = asking("query", make_tokens(40))
-    assert world.reuse.promise(req, req.origin_input_ids, 39, 0) == 39
-    assert world.reuse.load_first(req, 39) == 39
+    assert world.reuse.promises.promise(req, req.origin_input_ids, 39, 0) == 39
+    assert world.reuse.loading.load_first(req, 39) == 39
     assert req.skip_radix_cache_insert
     req.is_finished, req.owned = True, 40
-    world.reuse.adopt_computed(req, None, None)
-    assert world.reuse.adopted(req) == []
-    world.reuse.released(req)
+    world.reuse.publishing.adopt_computed(req, None, None)
+    assert world.reuse.publishing.adopted(req) == []
+    world.reuse.ends.released(req)
     entry = world.log.take(req)
     attempt = entry["attempts"][0]
     assert (attempt["substituted_tokens"], attempt["shifted_tokens"]) == (39, 0)
@@ -87,7 +88,7 @@ def test_an_exact_prefix_that_is_short_does_not_silence_it(make_world, make_toke
     attach(world, Recall())
     world.publish("stored", make_tokens(50))
     req = asking("query", make_tokens(40))
-    assert world.reuse.promise(req, req.origin_input_ids, 39, 10) == 29
+    assert world.reuse.promises.promise(req, req.origin_input_ids, 39, 10) == 29
 
 
 @pytest.mark.parametrize("mode", [None, "graft", "exact", "off"])
@@ -95,7 +96,7 @@ def test_it_is_asked_only_by_requests_that_ask_for_it(make_world, make_tokens, m
     world = make_world()
     provider = attach(world, Recall())
     req = FakeRequest("query", make_tokens(40)) if mode is None else asking("query", make_tokens(40), mode)
-    assert world.reuse.promise(req, req.origin_input_ids, 39, 0) == 0
+    assert world.reuse.promises.promise(req, req.origin_input_ids, 39, 0) == 0
     assert provider.num_asked == 0
 
 
@@ -105,7 +106,7 @@ def test_it_is_not_asked_where_equal_text_leaves_little(make_world, make_tokens)
     stored = make_tokens(50)
     world.publish("stored", stored)
     req = asking("query", make_tokens(3) + stored[:40] + make_tokens(3))
-    assert world.reuse.promise(req, req.origin_input_ids, 45, 0) == 0
+    assert world.reuse.promises.promise(req, req.origin_input_ids, 45, 0) == 0
     assert provider.num_asked == 0
 
 
@@ -115,9 +116,9 @@ def test_a_request_may_take_exact_prefixes_only(make_world, make_tokens, mode, r
     stored = make_tokens(50)
     world.publish("stored", stored)
     req = asking("query", make_tokens(3) + stored, mode)
-    assert world.reuse.promise(req, req.origin_input_ids, 52, 0) == 0
-    world.reuse.released(req)
-    miss = world.reuse._states[req].attempts[0].report.miss
+    assert world.reuse.promises.promise(req, req.origin_input_ids, 52, 0) == 0
+    world.reuse.ends.released(req)
+    miss = world.reuse.books.requests[req].attempts[0].report.miss
     assert miss.reason is reason
     assert ("must be off, exact, graft, substitute" in miss.detail) is (mode == "words")
 
@@ -128,7 +129,7 @@ def test_a_stuck_or_broken_provider_is_a_miss(make_world, make_tokens, provider)
     attach(world, provider(), deadline_s=0.05)
     for rid in ("first", "second"):
         req = asking(rid, make_tokens(40))
-        assert world.reuse.promise(req, req.origin_input_ids, 39, 0) == 0
+        assert world.reuse.promises.promise(req, req.origin_input_ids, 39, 0) == 0
     Stuck.release.set()
 
 
@@ -137,5 +138,7 @@ def test_short_texts_such_as_health_checks_are_not_told_of(make_world, make_toke
     provider = attach(world, Recall())
     world.publish("health", make_tokens(MIN_GAIN - 1))
     world.publish("text", make_tokens(50))
-    assert world.reuse.substitutes.provider.propose("query", np.zeros(60, np.int64), 0, 0) is not None  # in order
+    assert (
+        world.reuse.publishing.substitutes.provider.propose("query", np.zeros(60, np.int64), 0, 0) is not None
+    )  # in order
     assert provider.heard == [50]

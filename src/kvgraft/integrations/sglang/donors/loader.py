@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
 
 _Result = TypeVar("_Result")
 

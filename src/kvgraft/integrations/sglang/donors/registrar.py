@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.donors.tree import DonorTree
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
     from kvgraft.reuse.lineage import ComputedRun
 
 

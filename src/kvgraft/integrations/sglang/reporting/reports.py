@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
     from kvgraft.integrations.sglang.stored.link import StoreLink
     from kvgraft.types import GraftReport, Miss
 

@@ -24,7 +24,7 @@ def reporting(streamer_class: type[Any]) -> type[Any]:
             super().stream_output(*args, **kwargs)
             reuse = getattr(self.tree_cache, "reuse", None)
             if reuse is not None:
-                reuse.settle()
+                reuse.publishing.settle()
 
         def should_build_additional_customized_info(self) -> bool:
             """Only where a request has ended; tokens on the way carry nothing more than before."""
@@ -43,4 +43,4 @@ def reporting(streamer_class: type[Any]) -> type[Any]:
 
 def _log(tree_cache: Any) -> RequestLog | None:  # noqa: ANN401
     reuse = getattr(tree_cache, "reuse", None)
-    return None if reuse is None else reuse.log
+    return None if reuse is None else reuse.books.log

@@ -1,4 +1,4 @@
-"""Copies for a request: load spans when SGLang has slots for them, and compute chosen tokens of them again."""
+"""PolicyPasses over chosen tokens of what a request has copied, and what becomes of the request where one fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import PolicyError
-from kvgraft.types import Fidelity
+from kvgraft.types import Fidelity, GraftPlan, Match
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,70 +20,41 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.graft.steps import GraftWork
-    from kvgraft.integrations.sglang.donors.loader import Loader
     from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
-    from kvgraft.types import GraftPlan, SpanReport
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
+    from kvgraft.reuse.lineage import Lineage
+    from kvgraft.types import SpanReport
 
-    Passes = Callable[[NDArray[np.int64], GraftPlan, Tensor, SelectionPolicy], GraftWork]
+    Run = Callable[[NDArray[np.int64], GraftPlan, Tensor, SelectionPolicy], GraftWork]
 
 
 @dataclass(eq=False)
-class Copies:
-    """Carries decisions out. Not thread-safe. A `req` is SGLang's `Req`.
+class PolicyPasses:
+    """Computes chosen tokens again. Not thread-safe. A `req` is SGLang's `Req`.
 
     Attributes:
-        min_run: Shortest run that is loaded.
-        recomputer: Computes chosen tokens again; None where that is left to SGLang.
+        recomputer: Runs the passes; None where what is chosen is left to SGLang.
     """
 
-    loader: Loader
     log: RequestLog
-    min_run: int
     recomputer: Recomputer | None = None
 
-    def load_first(self, state: SGLangRequest, req: Any, promised: int) -> int:  # noqa: ANN401
-        """Load what touches the exact prefix, all that was promised or nothing; returns the number of tokens."""
-        slots = self._load(state, req, promised)
-        if slots is None:
-            return 0
-        state.holds(slots)
-        return len(slots)
-
-    def load_next(self, state: SGLangRequest, req: Any, room: int) -> Tensor | None:  # noqa: ANN401
-        """Load the regions that begin where the computed part of `req`, between two chunks, ends.
-
-        At most `room` slots are taken, so that running requests are not in danger. Returns those of the positions from
-        `req.prefix_len` on, for the caller to write into the row; None for nothing.
-        """
-        state.goes_on(req.prefix_len, self.min_run)
-        total = sum(span.length for span in state.adjoining(req.prefix_len))
-        return self._load(state, req, total if total <= room else -1) if total else None
-
-    def _load(self, state: SGLangRequest, req: Any, expected: int) -> Tensor | None:  # noqa: ANN401
-        state.started()
-        slots = self.loader.load(state, req.prefix_len, expected)
-        if slots is not None:
-            req.skip_radix_cache_insert = True  # nothing approximate is ever published, and copies belong to the row
-        return slots
-
-    def recompute(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
-        """Compute chosen tokens of what was loaded again, before SGLang computes from `len(slots)` (int64) on."""
+    def before(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute chosen tokens of what was loaded, before SGLang computes from `len(slots)` (int64) on."""
         if self.recomputer is not None:
-            self._recompute(state, req, slots, self.recomputer.run)
+            self._compute(state, req, slots, self.recomputer, self.recomputer.run)
         elif state.has_shifted:
             state.repaired()  # what is chosen are gaps, which SGLang computes
 
-    def repair(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
-        """Compute chosen tokens again once SGLang has computed the prompt, which lies in `slots` (int64)."""
+    def after(self, state: SGLangRequest, req: Any, slots: Tensor) -> None:  # noqa: ANN401
+        """Compute chosen tokens once SGLang has computed the prompt, which lies in `slots` (int64)."""
         state.load_only()
         if self.recomputer is not None:
-            self._recompute(state, req, slots, self.recomputer.repair)
+            self._compute(state, req, slots, self.recomputer, self.recomputer.repair)
 
-    def _recompute(self, state: SGLangRequest, req: Any, slots: Tensor, passes: Passes) -> None:  # noqa: ANN401
-        recomputer = self.recomputer
-        if recomputer is None or not state.has_shifted:
+    def _compute(self, state: SGLangRequest, req: Any, slots: Tensor, recomputer: Recomputer, run: Run) -> None:  # noqa: ANN401
+        if not state.has_shifted:
             return
         try:
             policy, looks = recomputer.agreed_policy(*state.extent())
@@ -99,7 +70,7 @@ class Copies:
         started = time.perf_counter()
         try:
             tokens, plan = recomputer.in_step(partial(_carried_out, state, req, spans), RuntimeError)
-            work = passes(tokens, plan, slots[: len(tokens)], policy)
+            work = run(tokens, plan, slots[: len(tokens)], policy)
             recomputer.in_step(partial(state.recomputed, policy.name, work), RuntimeError)
         except PolicyError as error:
             self._compute_copied(recomputer, state, req, slots, error)
@@ -142,6 +113,21 @@ def _carried_out(
     req: Any,  # noqa: ANN401
     spans: Sequence[SpanReport],
 ) -> tuple[NDArray[np.int64], GraftPlan]:
-    """Return the prompt, without output that was drawn before a retraction, and its plan with `spans`."""
-    tokens = _tokens(req, state.prompt.prompt_len)
-    return tokens, state.plan(len(tokens), spans)
+    """Return the prompt, without output that was drawn before a retraction, and its plan with `spans` to be looked at."""
+    tokens, lineage = _tokens(req, state.prompt.prompt_len), state.lineage
+    computed = np.ones(len(tokens), np.bool_)
+    computed[: lineage.prefix_len] = False
+    for span in lineage.spans:
+        computed[span.target_start : span.target_start + span.length] = False
+    matches = tuple(Match(span.target_start, span.donor_id, span.donor_start, span.length) for span in spans)
+    return tokens, GraftPlan(len(tokens), _settled_end(lineage), matches, np.flatnonzero(computed))
+
+
+def _settled_end(lineage: Lineage) -> int:
+    """Return the end of the exact prefix and of what was copied right after it in its own place."""
+    end = lineage.prefix_len
+    for span in lineage.spans:
+        if span.target_start != end or span.fidelity not in (Fidelity.EXACT, Fidelity.CONTINUED):
+            break
+        end += span.length
+    return end

@@ -6,17 +6,22 @@ What happens to a request is a method of `SGLangRequest`, which alone changes it
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.sglang.planning.spans import UNDECIDED, LoadDecision
+from kvgraft.integrations.sglang.requests.records import (
+    HeldSlots,
+    MatchedPrompt,
+    PassWork,
+    PrefillAttempt,
+    ReadOutcome,
+    RequestPhase,
+)
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.repair_time import RepairPlan
-from kvgraft.reuse.report import report_as_dict, request_report
-from kvgraft.types import Fidelity, GraftPlan, Match, RepairTime
+from kvgraft.reuse.report import request_report
+from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,95 +31,10 @@ if TYPE_CHECKING:
     from kvgraft.graft.steps import GraftWork
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.reuse.reads import StoredReads
-    from kvgraft.types import GraftReport, Miss, Namespace, RepairReport, SpanReport
+    from kvgraft.types import Miss, Namespace, SpanReport
 
-
-class RequestPhase(Enum):
-    """Progress of a request. Nothing but `SGLangRequest` changes it."""
-
-    NEW = "new"
-    """It came, or begins again; donors were not looked for."""
-    READING = "reading"
-    """It keeps its place in the queue: K/V of stored donors are on their way."""
-    WAITING = "waiting"
-    """Decided, by a lookup for its last match; SGLang has given it no row."""
-    STALE = "stale"
-    """As `WAITING`, by a lookup for an earlier match: donors are looked for again before anything is loaded."""
-    STARTED = "started"
-    """Its prompt is computed; regions may be loaded between chunks."""
-
-
-_BEFORE = RepairPlan(RepairTime.BEFORE)
+_NOT_MATCHED, _NO_PASSES, _BEFORE = MatchedPrompt(), PassWork(), RepairPlan(RepairTime.BEFORE)
 _WITHOUT_DECISION = (RequestPhase.NEW, RequestPhase.READING)
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedPrompt:
-    """A prompt as SGLang matched it last.
-
-    Attributes:
-        num_tokens: Its length, with output that was generated before a retraction.
-        prompt_len: Length of the prompt alone, for which reuse is planned, so that no retraction changes what is chosen.
-        end: Positions from it on are computed.
-        at: When, in seconds of some clock.
-    """
-
-    num_tokens: int = 0
-    prompt_len: int = 0
-    end: int = 0
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOutcome:
-    """The end of a request's one wait for stores: why they were of no use, if they were not, and how long it took."""
-
-    miss: Miss | None
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class PassWork:
-    """What passes over chosen tokens have done.
-
-    Attributes:
-        policy: That chose them; empty for none so far.
-        num_corrected: Reused tokens that were corrected for drift and not computed again.
-        ms: Time of the passes, beside SGLang's own.
-        repair: Which tokens were drawn from it; None while nothing was computed.
-    """
-
-    policy: str = ""
-    num_corrected: int = 0
-    ms: float = 0.0
-    repair: RepairReport | None = None
-
-
-@dataclass(slots=True, eq=False)
-class HeldSlots:
-    """Slots of a request: those loaded before it had a row, and ranges of the row that the tree took over."""
-
-    private: list[Tensor] = field(default_factory=list)
-    adopted: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillAttempt:
-    """One computation of a request, as reports list it.
-
-    Attributes:
-        report: Of this computation.
-        sources: By span of the report, the request that computed it and the tier from which it was copied.
-        prefill_steps: Scheduler steps that its prefill took.
-    """
-
-    report: GraftReport
-    sources: tuple[dict[str, object], ...]
-    prefill_steps: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Return it in types that JSON has."""
-        return {**report_as_dict(self.report), "sources": list(self.sources), "prefill_steps": self.prefill_steps}
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +68,7 @@ class SGLangRequest:
     attempts: tuple[PrefillAttempt, ...] = ()
     is_reported: bool = True
     phase: RequestPhase = RequestPhase.NEW
-    prompt: MatchedPrompt = MatchedPrompt()
+    prompt: MatchedPrompt = _NOT_MATCHED
     lineage: Lineage = field(default_factory=lambda: Lineage(0))
     decision: LoadDecision = UNDECIDED
     due: list[LoadSpan] = field(default_factory=list)
@@ -158,7 +78,7 @@ class SGLangRequest:
     held: HeldSlots = field(default_factory=HeldSlots)
     sources: list[dict[str, object]] = field(default_factory=list)
     num_taken: int = 0
-    passes: PassWork = PassWork()
+    passes: PassWork = _NO_PASSES
     num_steps: int = 1
     graft_ms: float = 0.0
     registered_len: int = 0
@@ -214,8 +134,8 @@ class SGLangRequest:
         """A lookup was answered."""
         self.decision = decision
 
-    def chosen(self, spans: Sequence[LoadSpan]) -> None:
-        """All ranks load `spans`."""
+    def load_only(self, spans: Sequence[LoadSpan] = ()) -> None:
+        """Nothing but `spans` is loaded."""
         self.due = list(spans)
 
     def refused(self, miss: Miss) -> None:
@@ -244,29 +164,21 @@ class SGLangRequest:
 
     # Loading
 
-    def started(self) -> None:
-        """SGLang computes its prompt."""
-        self.phase = RequestPhase.STARTED
-
     def goes_on(self, position: int, min_run: int) -> None:
         """A further chunk begins at `position`; what is due before it is cut off, and the rest must be worth its copy.
 
         A request goes on from its exact prefix or not at all.
         """
-        self.num_steps += 1
+        self.phase, self.num_steps = RequestPhase.STARTED, self.num_steps + 1
         due = [span for span in self.due if span.end > position and (span.start >= position or not span.goes_on)]
         after = [span if span.start >= position else span.after(position) for span in due]
         self.due = [span for span in after if span.start > position or span.length >= min_run]
 
     def take_due(self, position: int) -> list[LoadSpan]:
-        """Return the spans that follow one another from `position` on; they are not due any more."""
-        spans = self.adjoining(position)
+        """Return the spans that follow one another from `position` on, which are loaded now, and due no more."""
+        self.phase, spans = RequestPhase.STARTED, self.adjoining(position)
         self.due = [span for span in self.due if span not in spans]
         return spans
-
-    def load_only(self, spans: Sequence[LoadSpan] = ()) -> None:
-        """Nothing but `spans` is loaded any more."""
-        self.due = list(spans)
 
     def missed(self, miss: Miss) -> None:
         """What was decided is not loaded; spans that are still due stay so."""
@@ -296,7 +208,7 @@ class SGLangRequest:
         """It has slots, and no row yet."""
         self.held.private.append(slots)
 
-    # Passes over chosen tokens
+    # PolicyPasses over chosen tokens
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
         """Return the spans loaded since the last call."""
@@ -341,7 +253,7 @@ class SGLangRequest:
         self.passes = replace(self.passes, policy=NoRecompute.name)
 
     def passes_took(self, ms: float) -> None:
-        """Passes have ended, well or not."""
+        """PolicyPasses have ended, well or not."""
         self.passes = replace(self.passes, ms=self.passes.ms + ms)
 
     @property
@@ -406,25 +318,6 @@ class SGLangRequest:
         spans = [(start, length) for start, length, fidelity in (*copied, *due) if fidelity is Fidelity.SHIFTED]
         end = max(start + length for start, length in spans)
         return sum(length for _, length in spans), self.prompt.prompt_len - end
-
-    def plan(self, num_tokens: int, spans: Sequence[SpanReport]) -> GraftPlan:
-        """Return the plan of a prompt of `num_tokens` as it was carried out, with `spans` for those that are looked at."""
-        computed = np.ones(num_tokens, np.bool_)
-        computed[: self.lineage.prefix_len] = False
-        for span in self.lineage.spans:
-            computed[span.target_start : span.target_start + span.length] = False
-        matches = tuple(Match(span.target_start, span.donor_id, span.donor_start, span.length) for span in spans)
-        return GraftPlan(num_tokens, self._settled_end, matches, np.flatnonzero(computed))
-
-    @property
-    def _settled_end(self) -> int:
-        """End of the exact prefix and of what was copied right after it in its own place."""
-        end = self.lineage.prefix_len
-        for span in self.lineage.spans:
-            if span.target_start != end or span.fidelity not in (Fidelity.EXACT, Fidelity.CONTINUED):
-                break
-            end += span.length
-        return end
 
     def adjoining(self, position: int) -> list[LoadSpan]:
         """Return the spans that follow one another from `position` on."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
-    from kvgraft.integrations.sglang.request_state import SGLangRequest
+    from kvgraft.integrations.sglang.requests.request import SGLangRequest
     from kvgraft.integrations.sglang.stored.link import StoreLink
     from kvgraft.types import Miss
 
