@@ -38,22 +38,22 @@ from kvgraft.integrations.sglang.requests.passes import PolicyPasses
 from kvgraft.integrations.sglang.requests.promises import Promises
 from kvgraft.integrations.sglang.requests.publishing import Publishing
 from kvgraft.integrations.sglang.requests.repairs import Repairs
-from kvgraft.integrations.sglang.requests.store_use import StoreUse
 from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
-from kvgraft.integrations.sglang.stored.link import StoreLink
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
 from kvgraft.memory.store import open_stores
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvgraft.config.sources import Resolved
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.sglang.donors.tree import DonorTree
     from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
+    from kvgraft.integrations.sglang.requests.store_use import StoreUse
+    from kvgraft.memory.store.layout import RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -127,21 +127,19 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         per_phase=per_phase,
         recompute_ratio=0.0 if recomputer is None else recomputer.policy.recompute_ratio,
     )
-    link, fingerprint = None, _fingerprint(ctx, rope)
-    if stores := open_stores(config.store):
-        link = StoreLink(
-            stores,
-            keeper,
-            ranks,
-            layout=buffers.row_layout(),
-            costs=costs,
-            weights=partial(_weights, ctx, fingerprint),
-            host_bytes=config.host_bytes,
-        )
+    fingerprint = _fingerprint(ctx, rope)
     log = RequestLog(_metrics(ctx, config), config.report_file, is_first_rank=ctx.tp_rank == 0)
+    weights, layout = partial(_weights, ctx, fingerprint), buffers.row_layout()
+    stores = _stores(config, keeper, ranks, costs, log=log, layout=layout, weights=weights)
     # Clocks of ranks differ, and their lookups must not.
     planner = LoadPlanner(
-        keeper, config, costs, page_size, recomputer=recomputer, stores=link, has_deadline=ctx.tp_size == 1
+        keeper,
+        config,
+        costs,
+        page_size,
+        recomputer=recomputer,
+        stores=None if stores is None else stores.link,
+        has_deadline=ctx.tp_size == 1,
     )
     continuations = Continuations(tree, page_size, config.min_run, buffers.num_slots)
     books = Books(
@@ -150,7 +148,7 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
         registrar=DonorRegistrar(tree, keeper, continuations, min_run=config.min_run),
         ranks=ranks,
         log=log,
-        stores=None if link is None else StoreUse(link, log, time.monotonic),
+        stores=stores,
     )
     loader = Loader(tree, buffers, keeper, continuations, ranks=ranks, log=log)
     reuse = _request_reuse(
@@ -163,6 +161,27 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     reuse.open_stores()
     cache.attach(reuse)
     return cache
+
+
+def _stores(
+    config: SGLangConfig,
+    keeper: DonorKeeper,
+    ranks: Ranks,
+    costs: CostModel,
+    *,
+    log: RequestLog,
+    layout: RowLayout,
+    weights: Callable[[], str],
+) -> StoreUse | None:
+    """Return the use of the configured stores; nothing of that is imported where there are none."""
+    opened = open_stores(config.store)
+    if not opened:
+        return None
+    from kvgraft.integrations.sglang.requests.store_use import StoreUse
+    from kvgraft.integrations.sglang.stored.link import StoreLink
+
+    link = StoreLink(opened, keeper, ranks, layout=layout, costs=costs, weights=weights, host_bytes=config.host_bytes)
+    return StoreUse(link, log, time.monotonic)
 
 
 def _request_reuse(
