@@ -98,12 +98,12 @@ class MatchFinder:
         self._generations = np.zeros(max_rows, np.int64)
         self._start_positions = np.zeros(max_rows, np.int64)
         self._tenant_of_row = np.zeros(max_rows, np.int64)
-        self._is_far = np.zeros(max_rows, np.bool_)
+        self._is_stored = np.zeros(max_rows, np.bool_)
 
     @property
     def num_stored(self) -> int:
         """Texts with K/V in stores alone."""
-        return int(self._is_far.sum())
+        return int(self._is_stored.sum())
 
     @property
     def num_displaced(self) -> int:
@@ -130,7 +130,7 @@ class MatchFinder:
         self._generations[row] = donor.generation
         self._start_positions[row] = donor.start_position
         self._tenant_of_row[row] = tenant.number
-        self._is_far[row] = is_stored
+        self._is_stored[row] = is_stored
         try:
             keys, crowded_out = self.index.insert(row, anchors)
             self.passages.insert(crowded_out, self._arena, tenant.fingerprinter)
@@ -139,7 +139,7 @@ class MatchFinder:
             self.index.remove(row, anchors.hashes)
             self.passages.remove(row, donor.token_ids, tenant.fingerprinter)
             self._arena.remove(row)
-            self._is_far[row] = False
+            self._is_stored[row] = False
             raise
         self._num_rows = max(self._num_rows, row + 1)
         self._num_tenants = max(self._num_tenants, tenant.number)
@@ -155,14 +155,14 @@ class MatchFinder:
         self.passages.remove(row, self._arena.get(row), tenant.fingerprinter)
         self._arena.remove(row)
         del self._texts[donor_id]
-        self._is_far[row] = False
+        self._is_stored[row] = False
         tenant.num_texts -= 1
         if not tenant.num_texts:
             del self._tenants[text.namespace_key]
 
     def set_stored(self, donor_id: DonorId, is_stored: bool) -> None:
         """Note whether the K/V of a text lie in stores alone now."""
-        self._is_far[row_of(donor_id)] = is_stored
+        self._is_stored[row_of(donor_id)] = is_stored
 
     def clear(self) -> None:
         """Forget all texts."""
@@ -171,7 +171,7 @@ class MatchFinder:
         self._arena.clear()
         self._texts.clear()
         self._tenants.clear()
-        self._is_far[:] = False
+        self._is_stored[:] = False
 
     def find(self, query: DonorQuery) -> list[Match]:
         """See `DonorCatalogue.find`."""
@@ -184,15 +184,15 @@ class MatchFinder:
         runs = runs.clipped(start, self._min_run)
         if not runs.num_runs:
             return []
-        ranks = 2 * self._generations[runs.rows] + self._is_far[runs.rows]
+        ranks = 2 * self._generations[runs.rows] + self._is_stored[runs.rows]
         pieces = tile(runs, ranks, min_run=self._min_run)
         in_place = self._in_place(runs, tokens, Fronts(namespace_key, tokens))
         is_exact = self._generations[in_place.rows] == 0
         matches: list[Match] = []
         for fidelity, proved in ((Fidelity.EXACT, in_place.take(is_exact)), (Fidelity.CONTINUED, in_place)):
             left = proved.outside(matches, self._min_run)
-            is_far = self._is_far[left.rows]
-            chosen, pieces = in_place_first(left, is_far, pieces, start=start, min_run=self._min_run)
+            is_stored = self._is_stored[left.rows]
+            chosen, pieces = in_place_first(left, is_stored, pieces, start=start, min_run=self._min_run)
             matches += self._matches(chosen, fidelity)
         matches += self._matches(pieces, Fidelity.SHIFTED)
         return sorted(matches, key=lambda match: match.target_start)
@@ -276,7 +276,7 @@ class MatchFinder:
         tenant, max_generation, with_stored = admission
         admitted = self._tenant_of_row[hits.rows] == tenant.number
         if not with_stored:
-            admitted &= ~self._is_far[hits.rows]
+            admitted &= ~self._is_stored[hits.rows]
         if max_generation is not None:
             admitted &= self._generations[hits.rows] <= max_generation
         return hits if admitted.all() else hits.where(admitted)

@@ -24,7 +24,7 @@ def in_place_first(
 
     Args:
         proved: Runs that stand where the prompt has them, after its own tokens.
-        is_stored: Of each, whether its K/V lie far away; of two that reach equally far the nearer one is taken.
+        is_stored: Of each, whether its K/V lie in stores alone; of two that reach equally far the resident one is taken.
         pieces: All runs, tiled: ascending and disjoint.
         start: First position that counts.
         min_run: Shortest run.

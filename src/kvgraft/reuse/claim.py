@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvgraft.reuse.repair_time import RepairPlan
     from kvgraft.types import GraftPlan, Match
 
-_NEAR = "host"
+_RESIDENT = "host"
 """Tier of K/V that need not be read from a store."""
 
 
@@ -82,7 +82,7 @@ class Claim:
     @property
     def num_stored_tokens(self) -> int:
         """Tokens of the plan that are read from stores."""
-        return sum(span.length for span, _, tier in self.decision.spans() if tier != _NEAR)
+        return sum(span.length for span, _, tier in self.decision.spans() if tier != _RESIDENT)
 
     @property
     def source_starts(self) -> tuple[int, ...]:

@@ -53,20 +53,20 @@ class Grafting:
         """Begin to read what lies in stores alone; all donors are pinned."""
         if self._space.stores is None or kv.decision.substitution is not None:
             return
-        cold = [match for match, donor, _ in kv.decision.spans() if isinstance(donor.kv, StoredKV)]
-        flops = sum(self._flops.of_positions(np.arange(match.target_start, match.target_end)) for match in cold)
+        stored = [match for match, donor, _ in kv.decision.spans() if isinstance(donor.kv, StoredKV)]
+        flops = sum(self._flops.of_positions(np.arange(match.target_start, match.target_end)) for match in stored)
         kv.held.reads = self._space.stores.begin_reads(kv.plan.spans, kv.decision.donors, flops)
 
     def copy_resident(self, kv: RequestKV) -> None:
         """Copy the resident spans."""
-        near = [
+        resident = [
             SpanCopy(self._space.source(donor, match), *_places(match, donor))
             for match, donor, _ in kv.decision.spans()
             if not isinstance(donor.kv, StoredKV)
         ]
-        if not near:
+        if not resident:
             return
-        self._copy(kv, near)
+        self._copy(kv, resident)
         if self._space.stores is not None:
             for match in kv.plan.spans:
                 self._space.stores.used_resident(match)

@@ -1,4 +1,4 @@
-"""PolicyPasses over chosen tokens of what a request has copied, and what becomes of the request where one fails."""
+"""Passes over chosen tokens of what a request has copied, and what becomes of the request where one fails."""
 
 from __future__ import annotations
 

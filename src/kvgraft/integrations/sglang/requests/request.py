@@ -208,7 +208,7 @@ class SGLangRequest:
         """It has slots, and no row yet."""
         self.held.private.append(slots)
 
-    # PolicyPasses over chosen tokens
+    # Passes over chosen tokens
 
     def take_loaded(self) -> tuple[SpanReport, ...]:
         """Return the spans loaded since the last call."""
@@ -253,7 +253,7 @@ class SGLangRequest:
         self.passes = replace(self.passes, policy=NoRecompute.name)
 
     def passes_took(self, ms: float) -> None:
-        """PolicyPasses have ended, well or not."""
+        """Passes have ended, well or not."""
         self.passes = replace(self.passes, ms=self.passes.ms + ms)
 
     @property

@@ -53,7 +53,7 @@ class CapturedText:
 class DonorRegistry:
     """Decides what workers keep in host memory. Their budgets hold because every token is counted before it is captured.
 
-    Donors that a store has leave host memory by being forgotten there, and stay in the catalogue as cold ones.
+    Donors that a store has leave host memory by being forgotten there, and stay in the catalogue as stored ones.
 
     Invariants: tokens of donors and of texts are together at most `catalogue.capacity_tokens`; tokens of texts and of donors
     in host memory, or on their way there, at most `host_tokens`.
@@ -208,7 +208,7 @@ class DonorRegistry:
         self.stores.reset()
 
     def promote(self, donor_id: DonorId) -> bool:
-        """Make room in host memory for a cold donor, on its way there until `promoted`; False if there is none.
+        """Make room in host memory for a stored donor, on its way there until `promoted`; False if there is none.
 
         Other donors leave host memory for it only if a store has them.
         """
@@ -293,7 +293,7 @@ class DonorRegistry:
         return fits and catalogue.num_tokens + self._reserved_tokens + num_tokens <= catalogue.capacity_tokens
 
     def _leave_host(self, num_tokens: int, *, only_stored: bool = False) -> None:
-        """Take donors of least value out of host memory: those that a store has become cold, others are lost."""
+        """Take donors of least value out of host memory: those that a store has become stored ones, others are lost."""
         leaving = []
         for donor in self.catalogue.victims():
             if num_tokens <= 0:
