@@ -288,7 +288,7 @@ class FewWindowsMachine(HybridMachine):
     window_share = 0.01
 
 
-BatchingMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=25, deadline=None)
+BatchingMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=25, deadline=None)
 HybridMachine.TestCase.settings = FewWindowsMachine.TestCase.settings = BatchingMachine.TestCase.settings
 TestBatching = BatchingMachine.TestCase
 TestHybridBatching = HybridMachine.TestCase

@@ -337,9 +337,9 @@ class StateComputedMachine(ComputedMachine):
         assert not len(engine.space.donors)
 
 
-ComputedMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=18, deadline=None)
-HybridComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
-StateComputedMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=18, deadline=None)
+ComputedMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=18, deadline=None)
+HybridComputedMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=18, deadline=None)
+StateComputedMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=18, deadline=None)
 TestComputed = ComputedMachine.TestCase
 TestHybridComputed = HybridComputedMachine.TestCase
 TestStateComputed = StateComputedMachine.TestCase

@@ -155,5 +155,5 @@ class EngineHealingMachine(DrawnTimeMachine):
         assert_donors_are_exact(self.engine.adapter, self.engine.space, known, last=2)
 
 
-EngineHealingMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=20, deadline=None)
+EngineHealingMachine.TestCase.settings = settings(max_examples=4, stateful_step_count=20, deadline=None)
 TestEngineHealing = EngineHealingMachine.TestCase

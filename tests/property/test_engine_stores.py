@@ -199,5 +199,5 @@ def first_layer(model, prompt):
     return cache.layers[0].keys[0].transpose(0, 1), cache.layers[0].values[0].transpose(0, 1)
 
 
-EngineStoresMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=25, deadline=None)
+EngineStoresMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=25, deadline=None)
 TestEngineStores = EngineStoresMachine.TestCase

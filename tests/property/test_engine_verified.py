@@ -294,5 +294,5 @@ class VerifiedMachine(DrawnTimeMachine):
         assert all(not self.engine.space.donors.is_pinned(donor.donor_id) for donor in self.engine.space.donors)
 
 
-VerifiedMachine.TestCase.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
+VerifiedMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
 TestVerified = VerifiedMachine.TestCase

@@ -102,7 +102,7 @@ class HostStatesMachine(HostTierMachine):
     family = "granitemoehybrid"
 
 
-HostTierMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=20, deadline=None)
-HostStatesMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=15, deadline=None)
+HostTierMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=20, deadline=None)
+HostStatesMachine.TestCase.settings = settings(max_examples=2, stateful_step_count=15, deadline=None)
 TestHostTier = HostTierMachine.TestCase
 TestHostStates = HostStatesMachine.TestCase

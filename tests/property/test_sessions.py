@@ -203,7 +203,7 @@ class SessionsMachine(RuleBasedStateMachine):
         return ["" if opened.namespace == plain else "x" for opened in self.llm.engine.sessions._open]
 
 
-SessionsMachine.TestCase.settings = settings(max_examples=7, stateful_step_count=30, deadline=None)
+SessionsMachine.TestCase.settings = settings(max_examples=3, stateful_step_count=30, deadline=None)
 TestSessions = SessionsMachine.TestCase
 
 
