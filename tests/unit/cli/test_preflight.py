@@ -22,15 +22,41 @@ from kvgraft.observability.stages import STAGES, stage
 GIB = 1 << 30
 
 WITHOUT_TORCH = """
-import sys
+import contextlib, io, json, sys
 from kvgraft.cli import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as stop:
-    code = stop.code
-heavy = {"torch", "transformers", "tokenizers"} & set(sys.modules)
-sys.exit(f"imported {heavy}" if heavy else code)
+told = []
+with contextlib.redirect_stderr(io.StringIO()) as stderr:  # the same one: handlers of logs keep it
+    for argv in json.load(sys.stdin):
+        before = stderr.tell()
+        try:
+            code = main(argv)
+        except SystemExit as stop:
+            code = stop.code
+        heavy = {"torch", "transformers", "tokenizers"} & set(sys.modules)
+        told.append([f"imported {heavy}" if heavy else code, stderr.getvalue()[before:]])
+json.dump(told, sys.stdout)
 """
+WRONG_STARTS = {
+    ("serve", "--model", "/nope"): "/nope does not exist",
+    ("serve", "--port", "TAKEN"): "choose another --port",
+    ("serve", "--reuse", "grfat"): "did you mean 'graft'",
+    ("serve", "--selection", "query_seem"): "did you mean 'query_seam'",
+    ("serve", "--selection", "nowhere:Policy"): "nowhere:Policy",
+    ("serve", "--kv-bytes", "900TB"): "lower kv_bytes",
+    ("serve", "--num-slots", "900000000000"): "lower num_slots",
+    ("generate", "--model", "/nope", "x"): "/nope does not exist",
+    ("demo", "--model", "/nope"): "/nope does not exist",
+    ("doctor", "--model", "/nope"): "/nope does not exist",
+    ("bench", "ttft", "--model", "/nope"): "/nope does not exist",
+    ("generate", "--model", "EMPTY", "x"): "it is empty",
+    ("serve", "--model", "EMPTY"): "it is empty",
+    ("serve", "--model", "DEEP"): "num_hidden_layers 1000000000",
+    ("doctor", "--model", "SHORT"): "max_position_embeddings -1, which must be at least 1",
+    ("serve", "--store", "fiel:/tmp/x"): "did you mean 'file'",
+    ("serve", "--embedder", "minilm:/nope"): "/nope has no",
+    ("serve", "--embedder", "minilmm"): "did you mean 'minilm'",
+}
+"""What is wrong with a start, by its arguments."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,51 +65,33 @@ def _bare_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def taken_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield str(listener.getsockname()[1])
-
-
-def run(*argv):
-    return subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *argv], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("serve", "--model", "/nope"), "/nope does not exist"),
-        (("serve", "--port", "TAKEN"), "choose another --port"),
-        (("serve", "--reuse", "grfat"), "did you mean 'graft'"),
-        (("serve", "--selection", "query_seem"), "did you mean 'query_seam'"),
-        (("serve", "--selection", "nowhere:Policy"), "nowhere:Policy"),
-        (("serve", "--kv-bytes", "900TB"), "lower kv_bytes"),
-        (("serve", "--num-slots", "900000000000"), "lower num_slots"),
-        (("generate", "--model", "/nope", "x"), "/nope does not exist"),
-        (("demo", "--model", "/nope"), "/nope does not exist"),
-        (("doctor", "--model", "/nope"), "/nope does not exist"),
-        (("bench", "ttft", "--model", "/nope"), "/nope does not exist"),
-        (("generate", "--model", "EMPTY", "x"), "it is empty"),
-        (("serve", "--model", "EMPTY"), "it is empty"),
-        (("serve", "--model", "DEEP"), "num_hidden_layers 1000000000"),
-        (("doctor", "--model", "SHORT"), "max_position_embeddings -1, which must be at least 1"),
-        (("serve", "--store", "fiel:/tmp/x"), "did you mean 'file'"),
-        (("serve", "--embedder", "minilm:/nope"), "/nope has no"),
-        (("serve", "--embedder", "minilmm"), "did you mean 'minilm'"),
-    ],
-)
-def test_a_wrong_start_ends_in_one_line_without_torch(argv, words, taken_port, tmp_path):
-    empty = tmp_path / "empty.gguf"
+@pytest.fixture(scope="module")
+def wrong_starts(tmp_path_factory):
+    """Exit code, or what was imported, and standard error of each, in one process that has no torch."""
+    folder = tmp_path_factory.mktemp("starts")
+    empty = folder / "empty.gguf"
     empty.touch()
-    places = {"TAKEN": taken_port, "EMPTY": str(empty)}
+    places = {"EMPTY": str(empty)}
     for word, config in (("DEEP", {"num_hidden_layers": 10**9}), ("SHORT", {"max_position_embeddings": -1})):
-        (folder := tmp_path / word).mkdir()
-        places[word] = model(folder, json.dumps({"model_type": "llama"} | config))
-    done = run(*(places.get(word, word) for word in argv))
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("kvgraft: ")
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+        (folder / word).mkdir()
+        places[word] = model(folder / word, json.dumps({"model_type": "llama"} | config))
+    environ = {name: value for name, value in os.environ.items() if not name.upper().startswith("KVGRAFT_")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        places["TAKEN"] = str(listener.getsockname()[1])
+        starts = json.dumps([[places.get(word, word) for word in argv] for argv in WRONG_STARTS])
+        command = [sys.executable, "-c", WITHOUT_TORCH]
+        done = subprocess.run(command, input=starts, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WRONG_STARTS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("argv", "words"), WRONG_STARTS.items())
+def test_a_wrong_start_ends_in_one_line_without_torch(wrong_starts, argv, words):
+    code, told = wrong_starts[argv]
+    assert code == 2, told
+    assert told.startswith("kvgraft: ")
+    assert told.count("\n") == 1
+    assert words in told
 
 
 HIDDEN = """
