@@ -130,17 +130,17 @@ class PostingTable:
 
     def check(self) -> None:
         """Verify the invariants. Reads the whole table; raises `CorruptCacheError`."""
-        used = self._tags != 0
-        if np.count_nonzero(used) != self._num_entries:
-            raise CorruptCacheError(f"{np.count_nonzero(used)} anchors are in use, {self._num_entries} are counted")
-        if ((self._ages != 0) != used).any():
+        tags, ages = self._tags.reshape(-1), self._ages.reshape(-1)
+        used = np.flatnonzero(tags != 0)
+        if len(used) != self._num_entries:
+            raise CorruptCacheError(f"{len(used)} anchors are in use, {self._num_entries} are counted")
+        if np.count_nonzero(ages) != len(used) or not ages[used].all():
             raise CorruptCacheError("a free anchor has an age, or one in use has none")
-        buckets, ways = np.nonzero(used)
-        keys = buckets << _TAG_BITS | self._tags[buckets, ways]
+        keys, postings = used // WAYS << _TAG_BITS | tags[used], self._postings.reshape(-1)[used]
         if len(keys) and np.unique(keys, return_counts=True)[1].max() > self._max_postings:
             raise CorruptCacheError(f"a hash has more than {self._max_postings} postings")
-        order = np.lexsort((self._postings[buckets, ways], keys))
-        keys, postings = keys[order], self._postings[buckets, ways][order]
+        order = np.lexsort((postings, keys))
+        keys, postings = keys[order], postings[order]
         if ((keys[1:] == keys[:-1]) & (postings[1:] == postings[:-1])).any():
             raise CorruptCacheError("an anchor of a donor is listed twice")
 
