@@ -29,13 +29,6 @@ def get(url, key=""):
         return answer.read().decode()
 
 
-def status(url):
-    try:
-        return 200 if get(url) else None
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
 def complete(url, prompt, key=""):
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
@@ -85,13 +78,6 @@ def test_a_served_request_is_shown_with_where_its_text_came_from():
             assert told["state"]["slots"]["cached"] > 0
             os.kill(server.pid, signal.SIGTERM)  # an open stream keeps no server from ending
             assert list(lines) is not None
-
-
-def test_nothing_is_there_unless_it_is_asked_for():
-    with ServerProcess(SLOTS) as server:
-        url = server.url
-        for path in ("/ui", "/ui/", "/ui/events", "/ui/api/requests", "/ui/static/inspector.js"):
-            assert status(url + path) == 404
 
 
 @pytest.mark.slow

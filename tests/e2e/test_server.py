@@ -459,6 +459,13 @@ def test_logprobs_of_a_chat_do_not_have_the_token_that_ends_it(client):
     assert len(cut.logprobs.content) == ids.index(ids[3])
 
 
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/events", "/ui/api/requests", "/ui/static/inspector.js"])
+def test_the_inspector_is_not_there_unless_it_is_asked_for(server, path):
+    request = urllib.request.Request(server.url + path, headers={"Authorization": f"Bearer {KEY}"})
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+
 def test_target_may_be_a_whole_address(server):
     head = f"GET {server.url}/v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
     reply = raw(server, head.encode())
