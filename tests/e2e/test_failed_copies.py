@@ -70,7 +70,7 @@ def test_a_donor_that_cannot_leave_for_the_host_makes_room_all_the_same(rng, mon
 
 
 def test_a_request_whose_recorded_state_cannot_be_copied_is_computed_without_its_prefix(rng, monkeypatch):
-    llm, document = make("qwen3_next", num_slots=1_000), rng.integers(3, VOCABULARY, 100)
+    llm, document = make("granitemoehybrid", num_slots=1_000), rng.integers(3, VOCABULARY, 100)
     llm.generate(document, TWO)
     prompt = np.append(document, rng.integers(3, VOCABULARY, 20))
     with monkeypatch.context() as patched:
@@ -85,7 +85,7 @@ def test_a_request_whose_recorded_state_cannot_be_copied_is_computed_without_its
 
 def test_an_answer_whose_state_cannot_be_kept_goes_on(rng, monkeypatch):
     """Where states lie at ends of pages, the last of them is kept while the answer grows."""
-    llm, prompt = make("qwen3_next", num_slots=1_000, page_size=16), rng.integers(3, VOCABULARY, 60)
+    llm, prompt = make("granitemoehybrid", num_slots=1_000, page_size=16), rng.integers(3, VOCABULARY, 60)
     expected = llm.generate(prompt, SamplingParams(30, ignore_eos=True), "off")[0].token_ids
     stream = llm.stream(prompt, SamplingParams(30, ignore_eos=True), "off")
     first = next(stream).token_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 from tests.support.states import STATE_MODELS, ColdRuns
 
 from kvgraft.engine import LLM, SamplingParams
@@ -15,11 +16,11 @@ from kvgraft.errors import ConfigError, CorruptCacheError
 from kvgraft.prefix import HierarchicalStateCache, RadixKey, StateRadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
-ALL = pytest.mark.parametrize("family", STATE_MODELS)
+ALL = families(STATE_MODELS, quick=["qwen3_next", "lfm2"])
 HOST_BYTES = 4 << 20
 
 
-def make_llm(family="qwen3_next", **settings):
+def make_llm(family="granitemoehybrid", **settings):
     """An engine with room for two conversations on the device."""
     settings = {"num_slots": 130, "max_running": 2, "prefix_host_bytes": HOST_BYTES, "host_bytes": 0} | settings
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
@@ -88,7 +89,7 @@ def test_answers_are_the_models_own_in_every_mode(reuse, settings, rng):
     assert llm.space.prefix_host_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@families(["qwen3_next", "falcon_h1"], quick=["falcon_h1"])
 def test_what_was_loaded_back_is_what_a_cold_run_leaves(family, rng):
     llm = make_llm(family)
     prompts = [random_prompt(rng, 50) for _ in range(3)]

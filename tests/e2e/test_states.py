@@ -19,12 +19,13 @@ from kvgraft.prefix import RadixCache, StateRadixCache, register_radix_cache_bac
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import MissReason
 
-ALL = families(STATE_MODELS, quick=["qwen3_next", "falcon_h1"])
-TWO = families(["qwen3_next", "granitemoehybrid"], quick=["qwen3_next"])
+# transformers runs qwen3_next row by row, three times as long; make test has it in tests/reference and in a state machine.
+ALL = families(STATE_MODELS, quick=["falcon_h1"])
+TWO = families(["qwen3_next", "granitemoehybrid"], quick=["granitemoehybrid"])
 GREEDY = SamplingParams(8, ignore_eos=True)
 
 
-def make_llm(family="qwen3_next", **settings):
+def make_llm(family="granitemoehybrid", **settings):
     settings = {"num_slots": 4_000, "max_running": 8} | settings
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -74,7 +75,7 @@ def drafting(engine):
     return [active for active in engine.scheduler.running if active.drafts is not None]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt_oss"])
+@families(["llama", "gemma3_text", "llama4_text", "gpt_oss"], quick=["llama", "gpt_oss"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 4}], ids=["greedy", "sampled"])
 def test_the_answer_is_that_of_a_full_prefill(family, sampling):
     engine, fresh = with_document(make_engine(family)), make_engine(family)
@@ -171,7 +172,12 @@ def test_nothing_is_kept_of_what_is_not_healed():
 
 
 @pytest.mark.parametrize(
-    ("family", "page_size", "provisional"), [("llama", 1, True), ("llama", 16, False), ("gemma3_text", 16, True)]
+    ("family", "page_size", "provisional"),
+    [
+        pytest.param("llama", 1, True, marks=pytest.mark.slow),
+        pytest.param("llama", 16, False, marks=pytest.mark.slow),
+        ("gemma3_text", 16, True),
+    ],
 )
 def test_preempted_at_every_stage(family, page_size, provisional):
     """What is in front of the frontier is found again, and what the client was shown is taken back or confirmed."""

@@ -182,8 +182,8 @@ def test_it_tries_again_where_there_is_no_memory_to_begin_anew(loaded, prompt, m
     [
         ("llama", {"prefix_host_bytes": 1 << 20}),
         ("mistral", {}),
-        ("qwen3_next", {}),
-        ("qwen3_next", {"prefix_host_bytes": 1 << 22}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"prefix_host_bytes": 1 << 22}),
     ],
     ids=["host", "windows", "states", "host states"],
 )
