@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
-from kvgraft.config.server import ServerConfig
-from kvgraft.config.sglang import SGLangConfig
-from kvgraft.config.vllm import VLLMConfig
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,12 +21,23 @@ ENV_PREFIX = "KVGRAFT_"
 CONFIG_FILE_VARIABLE = ENV_PREFIX + "CONFIG"
 """Names the file where no flag does."""
 
-_READERS: Mapping[type[Settings], str] = {
-    ServerConfig: "kvgraft's own engine and server",
-    SGLangConfig: "the SGLang backend",
-    VLLMConfig: "the vLLM connector, which reads kv_connector_extra_config alone",
-}
-"""Owners of settings. vLLM hands its own on to all ranks, which may have other environments."""
+
+@cache
+def _readers() -> Mapping[type[Settings], str]:
+    """Return the owners of settings. vLLM hands its own on to all ranks, which may have other environments.
+
+    Imported when a variable may be theirs: an engine's process needs no settings of others.
+    """
+    from kvgraft.config.server import ServerConfig
+    from kvgraft.config.sglang import SGLangConfig
+    from kvgraft.config.vllm import VLLMConfig
+
+    return {
+        ServerConfig: "kvgraft's own engine and server",
+        SGLangConfig: "the SGLang backend",
+        VLLMConfig: "the vLLM connector, which reads kv_connector_extra_config alone",
+    }
+
 
 _SERVICE_LINK = re.compile(r"KVGRAFT_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 """Variables that Kubernetes sets in pods beside a service with a name that begins with `kvgraft`."""
@@ -59,9 +68,13 @@ def variables(kind: type[Settings], environ: Mapping[str, str] | None = None) ->
 def ignored_variables(kind: type[Settings], environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return one line for each variable that is a setting of others and changes nothing for `kind`."""
     environ = os.environ if environ is None else environ
+    if not any(variable.startswith(ENV_PREFIX) for variable in environ):
+        return ()
+    from kvgraft.config.vllm import VLLMConfig
+
     own = {} if kind is VLLMConfig else kind.rules()
     readers: dict[str, list[str]] = {}
-    for other, reader in _READERS.items():
+    for other, reader in _readers().items():
         for name in other.rules():
             if name not in own and not _is_link(variable_of(name), environ.get(variable_of(name), "")):
                 readers.setdefault(variable_of(name), []).append(reader)
@@ -84,7 +97,7 @@ def _is_link(variable: str, value: str) -> bool:
 
 
 def _known() -> list[str]:
-    return [CONFIG_FILE_VARIABLE, *dict.fromkeys(variable_of(name) for kind in _READERS for name in kind.rules())]
+    return [CONFIG_FILE_VARIABLE, *dict.fromkeys(variable_of(name) for kind in _readers() for name in kind.rules())]
 
 
 def _hint(variable: str) -> str:
