@@ -72,16 +72,14 @@ class Loader:
         """
         spans = state.take_due(position)
         pins: list[object] = []
-        started = time.perf_counter()
         try:
-            slots = self._load(state, spans, expected, pins)
+            return self._load(state, spans, expected, pins)
         finally:
             for pin in pins:
                 self.tree.unpin(pin)
-            state.loading_took(1e3 * (time.perf_counter() - started))
-        return slots
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
+        started = time.perf_counter()
         # Ranks that have pinned the same evict the same to make room.
         found = self._on_all(state, partial(self._find_all, spans, expected, pins))
         if found is None:
@@ -94,7 +92,7 @@ class Loader:
             if not held:
                 state.missed(Miss(MissReason.NO_ROOM, "prompt and donors do not fit into the pool together"))
                 return None
-            if self._on_all(state, partial(self._copy, state, found, held[0])) is None:
+            if self._on_all(state, partial(self._copy, state, found, held[0], started)) is None:
                 return None
             self.ranks.together(partial(self._used, spans))
             is_loaded = True
@@ -124,11 +122,12 @@ class Loader:
         if slots is not None:
             held.append(slots)
 
-    def _copy(self, state: SGLangRequest, found: list[_Found], slots: Tensor) -> bool:
-        """Copy what was found, and note it."""
+    def _copy(self, state: SGLangRequest, found: list[_Found], slots: Tensor, started: float) -> bool:
+        """Copy what was found, and note it, with the time since `started`."""
         self.buffers.copy([each.copy for each in found], slots)
         parts = [part for each in found for part in each.parts]
-        state.loaded([part.span for part in parts], [part.source for part in parts])
+        ms = 1e3 * (time.perf_counter() - started)
+        state.loaded([part.span for part in parts], [part.source for part in parts], ms)
         return True
 
     def _used(self, spans: list[LoadSpan]) -> None:

@@ -142,7 +142,7 @@ class DonorRegistrar:
                 raise
             finally:
                 if taken > known:
-                    state.gave(text.base + known, text.base + taken)
+                    state.held.adopted.append((text.base + known, text.base + taken))
             if text.generation:
                 path = self._tree.slots(self._tree.resident(text, len(slots)).node)
                 self._continuations.note(text, known, path[: len(slots)], _gone_on_from(state))

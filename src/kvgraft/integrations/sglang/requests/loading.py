@@ -35,7 +35,7 @@ class Loading:
         slots = None if state is None else self._load(state, req, promised)
         if state is None or slots is None:
             return 0
-        state.holds(slots)
+        state.held.private.append(slots)
         return len(slots)
 
     @together("graft", nothing)

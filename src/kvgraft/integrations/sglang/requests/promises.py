@@ -11,7 +11,7 @@ from kvgraft.integrations.sglang.planning.planner import request_namespace
 from kvgraft.integrations.sglang.refusals import refused_copies, refused_request
 from kvgraft.integrations.sglang.requests.books import STALE, UNLIKE
 from kvgraft.integrations.sglang.requests.guard import guarded, nothing
-from kvgraft.integrations.sglang.requests.records import MatchedPrompt, RequestPhase
+from kvgraft.integrations.sglang.requests.records import DECIDED, MatchedPrompt, RequestPhase
 from kvgraft.integrations.sglang.requests.request import SGLangRequest
 from kvgraft.reuse.asked import PARAMETER, REPAIR_PARAMETER, asked_mode, asked_repair
 from kvgraft.types import Miss, MissReason, RepairTime, ReuseMode
@@ -62,7 +62,8 @@ class Promises:
         """
         self.books.is_empty = False
         state = self.books.requests.get(req)
-        is_kept = may_keep and state is not None and state.is_decided
+        # Nothing is called here that could fail on one rank: others would not know.
+        is_kept = may_keep and state is not None and state.phase in DECIDED
         try:
             if not is_kept:
                 self.books.ranks.together(functools.partial(self._matched, req, tokens, end, prefix_len))

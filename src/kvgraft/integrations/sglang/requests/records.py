@@ -29,6 +29,10 @@ class RequestPhase(Enum):
     """Its prompt is computed; regions may be loaded between chunks."""
 
 
+DECIDED = (RequestPhase.WAITING, RequestPhase.STALE, RequestPhase.STARTED)
+"""Phases in which donors were looked for since the request came, or began again, and no store is waited for."""
+
+
 @dataclass(frozen=True, slots=True)
 class MatchedPrompt:
     """A prompt as SGLang matched it last.

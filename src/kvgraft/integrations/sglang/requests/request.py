@@ -26,15 +26,12 @@ from kvgraft.types import Fidelity, RepairTime
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from kvgraft.graft.steps import GraftWork
     from kvgraft.integrations.sglang.planning.spans import LoadSpan
     from kvgraft.reuse.reads import StoredReads
     from kvgraft.types import Miss, Namespace, SpanReport
 
 _NOT_MATCHED, _NO_PASSES, _BEFORE = MatchedPrompt(), PassWork(), RepairPlan(RepairTime.BEFORE)
-_WITHOUT_DECISION = (RequestPhase.NEW, RequestPhase.READING)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +50,12 @@ class SGLangRequest:
         reads: Of stored donors; None but while `READING`.
         read: How these ended; None before: a request waits once.
         repair_plan: When the policy's choice is computed.
-        held: Slots that it has.
+        held: Slots that it has; these change hands where they are, with no call in between that could fail.
         sources: By span of the lineage, the request that computed it and the tier from which it was copied.
         num_taken: Spans of the lineage of which the policy has had its choice.
         passes: What was computed of that choice.
         num_steps: Prefill steps that the gaps were cut into, the first one included.
-        graft_ms: Time of all copies.
+        graft_ms: Time of all loads, but for those that failed.
         registered_len: Tokens from the start that are donors already.
         is_timed: Its prefill has been measured.
     """
@@ -85,11 +82,6 @@ class SGLangRequest:
     is_timed: bool = False
 
     # What is known of it
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether donors were looked for since it came, or began again, and no store is waited for."""
-        return self.phase not in _WITHOUT_DECISION
 
     @property
     def miss(self) -> Miss | None:
@@ -184,8 +176,8 @@ class SGLangRequest:
         """What was decided is not loaded; spans that are still due stay so."""
         self.decision = replace(self.decision, miss=miss)
 
-    def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]]) -> None:
-        """Spans were copied; what the request goes on from comes first."""
+    def loaded(self, spans: list[LoadSpan], sources: list[dict[str, object]], ms: float) -> None:
+        """Spans were copied within `ms`; what the request goes on from comes first."""
         for span in spans:
             if span.goes_on:
                 assert span.donor is not None
@@ -193,20 +185,13 @@ class SGLangRequest:
         self.lineage.copy([span.report() for span in spans if not span.goes_on])
         self.lineage.recompute_gap(sum(span.recomputed for span in spans))
         self.sources += sources
+        self.graft_ms += ms
 
     def unload(self, start: int) -> None:
         """What was last copied, from `start` on, has no slots after all; what was copied before is as it was."""
         self.lineage.withdraw(start)
         num_spans = len(self.lineage.spans)
         self.num_taken, self.sources = min(self.num_taken, num_spans), self.sources[:num_spans]
-
-    def loading_took(self, ms: float) -> None:
-        """A load has ended, well or not."""
-        self.graft_ms += ms
-
-    def holds(self, slots: Tensor) -> None:
-        """It has slots, and no row yet."""
-        self.held.private.append(slots)
 
     # Passes over chosen tokens
 
@@ -270,10 +255,6 @@ class SGLangRequest:
     def timed(self) -> None:
         """Its prefill was measured."""
         self.is_timed = True
-
-    def gave(self, start: int, stop: int) -> None:
-        """A range of its row belongs to the tree."""
-        self.held.adopted.append((start, stop))
 
     def retracted(self, policy: str) -> SGLangRequest:
         """Return the request as it begins anew."""
