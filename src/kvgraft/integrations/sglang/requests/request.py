@@ -1,6 +1,6 @@
 """A request on its way through prefill: its decision, its wait for stores, the slots it holds and the origin of its K/V.
 
-What happens to a request is a method of `SGLangRequest`, which alone changes it.
+What happens to a request is a method of `SGLangRequest`, which alone changes it, but for the lists of `held`.
 """
 
 from __future__ import annotations
