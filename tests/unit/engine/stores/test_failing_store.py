@@ -41,12 +41,22 @@ def answers(family, *, grafts, fails=""):
         llm.check()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def computed(request):
+    """A family, and its answers without grafts."""
+    return request.param, [one.token_ids for one in answers(request.param, grafts=False)]
+
+
 @pytest.mark.parametrize("fails", ["put", "get"])
-def test_a_store_that_fails_makes_misses(family, fails, monkeypatch):
+def test_a_store_that_fails_makes_misses(computed, fails, monkeypatch):
     monkeypatch.setattr(kv_space, "HostKVStore", FailingStore)
-    computed = [one.token_ids for one in answers(family, grafts=False)]
+    family, due = computed
     found = list(answers(family, grafts=True, fails=fails))
-    assert [one.token_ids for one in found] == computed
+    assert [one.token_ids for one in found] == due
     assert found[-1].report.shifted_tokens == 0
-    assert list(answers(family, grafts=True))[-1].report.shifted_tokens == 200, "without failures it is grafted"
+
+
+def test_without_failures_it_is_grafted(computed, monkeypatch):
+    monkeypatch.setattr(kv_space, "HostKVStore", FailingStore)
+    family, _ = computed
+    assert list(answers(family, grafts=True))[-1].report.shifted_tokens == 200
