@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import subprocess
 from pathlib import Path
@@ -61,6 +62,11 @@ def pytest_report_header(config: pytest.Config) -> str:
     if seed is None:
         return f"property tests: profile {_PROFILE}, drawn at random; what fails is printed and tried first in the next run"
     return f"property tests: profile {_PROFILE}; draw the same cases again with --hypothesis-seed={seed}"
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays to the end: no collection of garbage looks at it again."""
+    gc.freeze()
 
 
 @pytest.fixture
