@@ -71,7 +71,7 @@ def test_all_but_a_hundredth_of_shared_runs_is_found_under_any_key(name, key):
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("name", SHARED_TEXT)
-@pytest.mark.parametrize("min_run", [32, 50])
+@pytest.mark.parametrize("min_run", [32, pytest.param(50, marks=pytest.mark.slow)])
 def test_long_pieces_cover_all_but_a_hundredth_of_what_any_choice_could(name, key, min_run):
     prompts = SHARED_TEXT[name](100, 7 + len(key))
     total = bound = 0
