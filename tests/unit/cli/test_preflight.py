@@ -24,7 +24,7 @@ GIB = 1 << 30
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 from kvgraft.cli import main
-told = []
+outcomes = []
 with contextlib.redirect_stderr(io.StringIO()) as stderr:  # the same one: handlers of logs keep it
     for argv in json.load(sys.stdin):
         before = stderr.tell()
@@ -33,8 +33,8 @@ with contextlib.redirect_stderr(io.StringIO()) as stderr:  # the same one: handl
         except SystemExit as stop:
             code = stop.code
         heavy = {"torch", "transformers", "tokenizers"} & set(sys.modules)
-        told.append([f"imported {heavy}" if heavy else code, stderr.getvalue()[before:]])
-json.dump(told, sys.stdout)
+        outcomes.append([f"imported {heavy}" if heavy else code, stderr.getvalue()[before:]])
+json.dump(outcomes, sys.stdout)
 """
 WRONG_STARTS = {
     ("serve", "--model", "/nope"): "/nope does not exist",
@@ -87,11 +87,11 @@ def wrong_starts(tmp_path_factory):
 
 @pytest.mark.parametrize(("argv", "words"), WRONG_STARTS.items())
 def test_a_wrong_start_ends_in_one_line_without_torch(wrong_starts, argv, words):
-    code, told = wrong_starts[argv]
-    assert code == 2, told
-    assert told.startswith("kvgraft: ")
-    assert told.count("\n") == 1
-    assert words in told
+    code, stderr = wrong_starts[argv]
+    assert code == 2, stderr
+    assert stderr.startswith("kvgraft: ")
+    assert stderr.count("\n") == 1
+    assert words in stderr
 
 
 HIDDEN = """
