@@ -8,6 +8,9 @@ import threading
 from kvgraft.engine import SamplingParams
 from kvgraft.engine.requests.options import RequestOptions
 
+SMALL = {"donor_tokens": 1 << 15}
+"""Settings of an engine with little text: tables for the default of 4 million tokens are a third of a short test's time."""
+
 
 def submit(engine, prompt, count, reuse="graft", selection=None):
     request = engine.builder.build(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.engine_runs import run_to_end, submit
+from tests.engine_runs import SMALL, run_to_end, submit
 from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
@@ -110,7 +110,7 @@ LATER = [
 
 
 def make_engine(family="llama", repair="before"):
-    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair)
+    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair, **SMALL)
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from tests.e2e.test_kept_kv import text_of
-from tests.engine_runs import run_to_end
+from tests.engine_runs import SMALL, run_to_end
 from tests.standins.scripted_provider import FOLDER, Script
 from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("looks_are_free")
 
 def make_llm(family="llama", **settings):
     model = tiny_model(family, **LAYERS.get(family, {}))
-    return LLM(adopt_model(family, model, None), **({"num_slots": 3_000, "heal": "off"} | settings))
+    return LLM(adopt_model(family, model, None), **(SMALL | {"num_slots": 3_000, "heal": "off"} | settings))
 
 
 @pytest.fixture

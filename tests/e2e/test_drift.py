@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.support.kept_kv import assert_donors_are_exact, own_kv
 
 from kvgraft.config import EngineConfig
@@ -314,7 +315,9 @@ def test_look_at_a_layer_that_is_not_there_is_refused(rng):
 
 
 def make_llm(family="llama", **settings):
-    return LLM(adopt_model(family, tiny_model(family), None), **{"num_slots": 3_000, "correction": "drift"} | settings)
+    return LLM(
+        adopt_model(family, tiny_model(family), None), **SMALL | {"num_slots": 3_000, "correction": "drift"} | settings
+    )
 
 
 def documents(rng, count=3):

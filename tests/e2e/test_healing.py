@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
@@ -42,11 +43,11 @@ def loaded(family="llama"):
 
 
 def make_llm(family="llama", **settings):
-    return LLM(loaded(family), **({"num_slots": 3_000, "selection": "query_seam"} | settings))
+    return LLM(loaded(family), **(SMALL | {"num_slots": 3_000, "selection": "query_seam"} | settings))
 
 
 def make_engine(family="llama", **settings):
-    return Engine(loaded(family), EngineConfig(**({"num_slots": 3_000, "selection": "query_seam"} | settings)))
+    return Engine(loaded(family), EngineConfig(**(SMALL | {"num_slots": 3_000, "selection": "query_seam"} | settings)))
 
 
 @pytest.fixture

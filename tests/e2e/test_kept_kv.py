@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tests.engine_runs import run_to_end, submit
+from tests.engine_runs import SMALL, run_to_end, submit
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
 from kvgraft.config import EngineConfig
@@ -22,7 +22,7 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
 
 
 def make_engine(family="llama", **settings):
-    config = EngineConfig(**({"num_slots": 1_500, "selection": "none", "max_rows": 40} | settings))
+    config = EngineConfig(**(SMALL | {"num_slots": 1_500, "selection": "none", "max_rows": 40} | settings))
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 

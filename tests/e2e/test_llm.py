@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 
 from kvgraft.engine import LLM, FinishReason, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
@@ -25,7 +26,7 @@ def varied(seed):
 
 
 def make_llm(family="llama", **settings):
-    settings = {"num_slots": 2_000, "selection": "none"} | settings
+    settings = SMALL | {"num_slots": 2_000, "selection": "none"} | settings
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
 
 

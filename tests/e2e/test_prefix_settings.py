@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.support.families import families
 from tests.support.kept_kv import assert_prefix_is_exact
 
@@ -25,7 +26,9 @@ GREEDY = SamplingParams(8, ignore_eos=True)
 
 
 def make_llm(family="llama", **settings):
-    return LLM(adopt_model(family, tiny_model(family), None), **({"num_slots": 2_000, "selection": "none"} | settings))
+    return LLM(
+        adopt_model(family, tiny_model(family), None), **(SMALL | {"num_slots": 2_000, "selection": "none"} | settings)
+    )
 
 
 def random_prompt(rng, length):

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact, own_kv
 
@@ -33,7 +34,7 @@ TOLERANCE = 1e-4
 
 
 def make_llm(family="llama", **settings):
-    return LLM(adopt_model(family, tiny_model(family), None), **{"num_slots": 2_500} | settings)
+    return LLM(adopt_model(family, tiny_model(family), None), **SMALL | {"num_slots": 2_500} | settings)
 
 
 def words(rng, length):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.engine_runs import submit
+from tests.engine_runs import SMALL, submit
 from tests.support.families import families
 from tests.support.states import STATE_MODELS, ColdRuns, assert_close
 
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(8, ignore_eos=True)
 
 
 def make_llm(family="granitemoehybrid", **settings):
-    settings = {"num_slots": 4_000, "max_running": 8} | settings
+    settings = SMALL | {"num_slots": 4_000, "max_running": 8} | settings
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
@@ -23,7 +24,7 @@ NEW = 12
 
 def make_engine(family="llama", **settings):
     """Steps carry few rows, so that a prompt is healed in many pieces."""
-    config = EngineConfig(**{"num_slots": 2_000, "max_rows": PIECE, "host_bytes": 10_000_000, **settings})
+    config = EngineConfig(**SMALL | {"num_slots": 2_000, "max_rows": PIECE, "host_bytes": 10_000_000, **settings})
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.engine_runs import SMALL
 
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
@@ -16,7 +17,7 @@ FOUR = SamplingParams(4, ignore_eos=True)
 
 
 def engine(family="llama", **settings):
-    return LLM(adopt_model(family, tiny_model(family), None), **({"num_slots": 400} | settings))
+    return LLM(adopt_model(family, tiny_model(family), None), **(SMALL | {"num_slots": 400} | settings))
 
 
 @pytest.fixture
