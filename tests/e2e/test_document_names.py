@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from tests.engine_runs import SMALL
 
 from kvgraft.engine import LLM, AsyncLLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
@@ -23,7 +24,7 @@ IN_FIRST = (DocumentLabel("one", 25, 105), DocumentLabel("other", 105, 165))
 
 
 def make(family="llama", **settings):
-    settings = {"num_slots": 2_000, "selection": "none", "correction": "none", "heal": "off"} | settings
+    settings = SMALL | {"num_slots": 2_000, "selection": "none", "correction": "none", "heal": "off"} | settings
     return AsyncLLM(adopt_model(family, tiny_model(family), None), **settings)
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from tests.e2e.test_kept_kv import assert_kept_is_exact
+from tests.engine_runs import SMALL
 from tests.support.kept_kv import assert_prefix_is_exact
 
 from kvgraft.engine import LLM, SamplingParams
@@ -22,7 +23,7 @@ LENGTH, NEW = 200, 20
 
 
 def make_llm(family="llama", **settings):
-    return LLM(adopt_model(family, tiny_model(family), None), **{"num_slots": 2_000, "heal": "off"} | settings)
+    return LLM(adopt_model(family, tiny_model(family), None), **SMALL | {"num_slots": 2_000, "heal": "off"} | settings)
 
 
 def new_text(rng, length):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.engine_runs import SMALL
 from tests.sampling_rules import assert_scored
 
 from kvgraft.config import EngineConfig
@@ -48,7 +49,7 @@ RULES = {
 
 def make_engine(family="llama", **settings):
     """Steps carry few rows, so that a prompt is computed in many pieces."""
-    config = EngineConfig(**{"num_slots": 2_000, "max_rows": 40, "host_bytes": 10_000_000, **settings})
+    config = EngineConfig(**SMALL | {"num_slots": 2_000, "max_rows": 40, "host_bytes": 10_000_000, **settings})
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 

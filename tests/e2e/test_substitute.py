@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.e2e.test_llm import stock_greedy
+from tests.engine_runs import SMALL
 from tests.standins.scripted_provider import FOLDER, Script
 from transformers import DynamicCache
 
@@ -31,7 +32,9 @@ def script(tmp_path, monkeypatch):
 
 
 def make_llm(family="llama", **settings):
-    settings = {"num_slots": 2_000, "semantic_provider": PROVIDER, "semantic_deadline_ms": PATIENCE_MS} | settings
+    settings = (
+        SMALL | {"num_slots": 2_000, "semantic_provider": PROVIDER, "semantic_deadline_ms": PATIENCE_MS} | settings
+    )
     return LLM(adopt_model(family, tiny_model(family), None), **settings)
 
 

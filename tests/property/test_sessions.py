@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.engine_runs import SMALL
 
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.model.loading import adopt_model
@@ -38,6 +39,7 @@ class SessionsMachine(RuleBasedStateMachine):
             selection="none",
             correction="none",
             max_sessions=MAX_SESSIONS,
+            **SMALL,
             session_ttl_s=TTL_S,
             prefix_host_bytes=host if is_tiered else 0,
             page_size=16 if family == "llama" and not is_tiered else 1,  # turns end inside a page
