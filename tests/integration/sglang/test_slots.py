@@ -328,7 +328,7 @@ def test_insertion_that_breaks_off_frees_every_slot_once(loop, monkeypatch, is_d
     loop.run(script([("d", take(tokens, 5) + DOCUMENTS[0], 1, GRAFT)]), overlap=False)
 
     def broken(params):
-        if not loop.reuse.books.registrar.is_private(params.key.cache_salt):
+        if not loop.reuse.books.request_texts.is_private(params.key.cache_salt):
             return insert(params)
         if is_done:
             insert(params)
@@ -340,6 +340,6 @@ def test_insertion_that_breaks_off_frees_every_slot_once(loop, monkeypatch, is_d
     assert loop.reuse.books.log.num_errors == 1
     loop.run(script([("b", take(tokens, 20) + DOCUMENTS[0] + take(tokens, 9), 2, GRAFT)]), overlap=False)
     assert min(loop.reports()[name]["shifted_tokens"] for name in "ab") > 80
-    loop.reuse.books.registrar.empty_tree()
+    loop.reuse.books.request_texts.empty_tree()
     assert loop.cache.full_evictable_size() == 0
     loop.scheduler.on_idle()

@@ -23,7 +23,7 @@ from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
-from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+from kvgraft.integrations.sglang.donors.request_texts import RequestTexts
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner, chosen_policy
 from kvgraft.integrations.sglang.planning.ranks import Ranks, TensorParallelRanks, shared_secret
 from kvgraft.integrations.sglang.recompute.model import SGLangRows
@@ -145,7 +145,7 @@ def _grafting_cache(ctx: Any, config: SGLangConfig, rope: Sequence[RopeSpec]) ->
     books = Books(
         keeper=keeper,
         continuations=continuations,
-        registrar=DonorRegistrar(tree, keeper, continuations, min_run=config.min_run),
+        request_texts=RequestTexts(tree, keeper, continuations, min_run=config.min_run),
         ranks=ranks,
         log=log,
         stores=stores,

@@ -205,7 +205,9 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         reuse = self.reuse
         if reuse is None:
             return events
-        public = [event for event in events if not reuse.books.registrar.is_private(getattr(event, "cache_salt", None))]
+        public = [
+            event for event in events if not reuse.books.request_texts.is_private(getattr(event, "cache_salt", None))
+        ]
         return public if self.donor_events is None else [*public, *self.donor_events.take()]
 
     def reset(self) -> None:

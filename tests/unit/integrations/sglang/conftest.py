@@ -16,7 +16,7 @@ from kvgraft.integrations.sglang.donors.continuations import Continuations
 from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
 from kvgraft.integrations.sglang.donors.kv_buffers import KVBuffers
 from kvgraft.integrations.sglang.donors.loader import Loader
-from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+from kvgraft.integrations.sglang.donors.request_texts import RequestTexts
 from kvgraft.integrations.sglang.donors.tree import Resident
 from kvgraft.integrations.sglang.planning.planner import LoadPlanner
 from kvgraft.integrations.sglang.planning.ranks import Ranks
@@ -206,7 +206,7 @@ class World:
         books = Books(
             keeper=self.keeper,
             continuations=continuations,
-            registrar=DonorRegistrar(self.tree, self.keeper, continuations, min_run=self.config.min_run),
+            request_texts=RequestTexts(self.tree, self.keeper, continuations, min_run=self.config.min_run),
             ranks=ranks,
             log=self.log,
             stores=None if self.link is None else StoreUse(self.link, self.log, lambda: self.now),

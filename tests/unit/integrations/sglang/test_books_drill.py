@@ -23,7 +23,7 @@ KNOWN = [
     ("DonorKeeper.capture", f"{_HALF}requests/publishing.py", "slots have another text than is noted"),
     ("SlotTexts.forget", f"{_HALF}donors/keeper.py", "slots have another text than is noted"),
     ("DonorKeeper._verify", f"{_HALF}donors/keeper.py", "a donor is longer than what is left of it"),
-    ("Continuations.note", f"{_HALF}donors/registrar.py", "the tree has what nobody knows"),
+    ("Continuations.note", f"{_HALF}donors/request_texts.py", "the tree has what nobody knows"),
     ("RequestLog.finished", f"{_HALF}requests/ends.py", "a row is released and its request is not"),
     ("Lineage.has_copies", "/reuse/report.py", "a report cannot be made"),
     ("MatchFinder.insert", "/donors/catalogue.py", "a donor is half known"),

@@ -161,7 +161,7 @@ def test_other_tenants_keys_and_adapters_see_nothing_of_it(names):
 def test_no_client_can_ask_for_it_by_its_name(session):
     session.first()
     (name,) = {name for name, _ in session.scheduler.tree.roots if name}
-    assert session.scheduler.reuse.books.registrar.is_private(name)
+    assert session.scheduler.reuse.books.request_texts.is_private(name)
     assert len(name) > 64
 
 

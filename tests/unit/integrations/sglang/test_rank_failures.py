@@ -423,9 +423,9 @@ ROUND_ABOUT = [
     ("SGLangRequest.recomputed", "reuse/together.py", "behind passes"),
     ("Repairs._due", "reuse/together.py", "before a step"),
     ("PolicyPasses.after", "requests/repairs.py", "before passes of a repair"),
-    ("DonorRegistrar.pieces", "requests/publishing.py", "before ranks compare what they keep"),
+    ("RequestTexts.pieces", "requests/publishing.py", "before ranks compare what they keep"),
     ("Publishing._adopt", "requests/publishing.py", "before ranks compare what they keep"),
-    ("DonorRegistrar.touch_front", "requests/publishing.py", "between what is kept and what was"),
+    ("RequestTexts.touch_front", "requests/publishing.py", "between what is kept and what was"),
 ]
 """Calls between two exchanges of ranks: what is called, from where, and what it is the middle of."""
 

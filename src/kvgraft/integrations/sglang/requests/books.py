@@ -15,7 +15,7 @@ from kvgraft.reuse.together import FailedTogetherError
 if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.continuations import Continuations
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
-    from kvgraft.integrations.sglang.donors.registrar import DonorRegistrar
+    from kvgraft.integrations.sglang.donors.request_texts import RequestTexts
     from kvgraft.integrations.sglang.planning.ranks import Ranks
     from kvgraft.integrations.sglang.reporting.reports import RequestLog
     from kvgraft.integrations.sglang.requests.request import SGLangRequest
@@ -45,7 +45,7 @@ class Books:
 
     keeper: DonorKeeper
     continuations: Continuations
-    registrar: DonorRegistrar
+    request_texts: RequestTexts
     ranks: Ranks
     log: RequestLog
     stores: StoreUse | None = None
@@ -144,7 +144,7 @@ class Books:
             return
         try:
             self.ranks.together(self.begin_anew)
-            self.registrar.empty_tree()
+            self.request_texts.empty_tree()
         except Exception as error:  # noqa: BLE001 - logged and counted; what differs is noticed with the next plan
             self.log.failed("forgetting donors", "-", error)
 

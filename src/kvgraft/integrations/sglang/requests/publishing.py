@@ -14,7 +14,7 @@ from kvgraft.integrations.sglang.requests.guard import guarded, nothing, togethe
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvgraft.integrations.sglang.donors.registrar import GivenPiece, GivenText
+    from kvgraft.integrations.sglang.donors.request_texts import GivenPiece, GivenText
     from kvgraft.integrations.sglang.planning.substitutes import TreeSubstitutes
     from kvgraft.integrations.sglang.requests.books import Books
     from kvgraft.integrations.sglang.requests.repairs import Repairs
@@ -43,7 +43,7 @@ class Publishing:
         state = self.books.requests.get(req)
         if state is None or self.books.is_stale or refused_request(req) is not None:
             return
-        if not req.finished() and not self.books.registrar.is_complete(req):
+        if not req.finished() and not self.books.request_texts.is_complete(req):
             return
         try:
             self._register(req, state, node)
@@ -53,7 +53,7 @@ class Publishing:
             self.books.stores.time_prefill(state)
 
     def _register(self, req: Any, state: SGLangRequest, node: object) -> None:  # noqa: ANN401
-        self.books.registrar.register_exact(req, state, node)
+        self.books.request_texts.register_exact(req, state, node)
         if req.finished() and self.substitutes is not None:
             stored = req.full_untruncated_fill_ids[: req.kv.cache_protected_len]
             self.substitutes.provider.heard(req.rid, np.frombuffer(stored[:], np.int64), state.lineage)
@@ -87,40 +87,40 @@ class Publishing:
             return
         try:
             req.refresh_fill_ids()
-            self.books.registrar.register_exact(req, state, node)
+            self.books.request_texts.register_exact(req, state, node)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.books.log.failed("register", state.rid, error)
         self.settle()  # what is known by now is not adopted a second time
         if req in self.repairs.waiting:
             return  # it ended before its repair: others would go on without it
-        if pieces := self.books.registrar.pieces(req, state):
+        if pieces := self.books.request_texts.pieces(req, state):
             self._adopt(req, state, row, pieces)
 
     def _adopt(self, req: Any, state: SGLangRequest, row: Tensor, pieces: list[GivenPiece]) -> None:  # noqa: ANN401
         """Keep what all ranks want of `pieces`: trees that do not have the same do not evict the same."""
         texts: list[GivenText | None] = [None] * len(pieces)
         try:
-            texts = self.books.registrar.texts(req, state, row, pieces)
+            texts = self.books.request_texts.texts(req, state, row, pieces)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.books.log.failed("register", state.rid, error)
         are_wanted = self.books.ranks.lowest([text is not None for text in texts])
         wanted = [text for text, is_wanted in zip(texts, are_wanted, strict=True) if text is not None and is_wanted]
         num_adopted = _FAILED
         try:
-            self.books.registrar.adopt(state, wanted)
+            self.books.request_texts.adopt(state, wanted)
             num_adopted = sum(stop - start for start, stop in state.held.adopted)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.books.log.failed("register", state.rid, error)
         try:
             # After a failure as well: trees of which one is not used alike do not evict alike.
-            self.books.registrar.touch_front(req, state)
+            self.books.request_texts.touch_front(req, state)
         except Exception as error:  # noqa: BLE001 - logged and counted; the request is not harmed
             self.books.log.failed("register", state.rid, error)
             num_adopted = _FAILED
         least, negated = self.books.ranks.lowest([num_adopted, -num_adopted])
         if least != -negated:
             self.books.begin_anew()
-            self.books.registrar.empty_tree()
+            self.books.request_texts.empty_tree()
 
     def adopted(self, req: Any) -> list[tuple[int, int]]:  # noqa: ANN401
         """Return the ranges of the request's row that belong to the tree now."""

@@ -57,8 +57,8 @@ class GivenText(NamedTuple):
     runs: tuple[ComputedRun, ...]
 
 
-class DonorRegistrar:
-    """Registers donors. Copied tokens never become donors; computed ones carry their generation. Not thread-safe."""
+class RequestTexts:
+    """Makes donors of the text of requests: computed tokens, with their generation, and never copied ones. Not thread-safe."""
 
     def __init__(self, tree: DonorTree, keeper: DonorKeeper, continuations: Continuations, *, min_run: int) -> None:
         self._tree, self._keeper, self._continuations = tree, keeper, continuations
