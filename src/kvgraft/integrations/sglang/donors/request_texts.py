@@ -58,7 +58,7 @@ class GivenText(NamedTuple):
 
 
 class RequestTexts:
-    """Makes donors of the text of requests: computed tokens, with their generation, and never copied ones. Not thread-safe."""
+    """Makes donors of requests' text: computed tokens, with their generation, and never copied ones. Not thread-safe."""
 
     def __init__(self, tree: DonorTree, keeper: DonorKeeper, continuations: Continuations, *, min_run: int) -> None:
         self._tree, self._keeper, self._continuations = tree, keeper, continuations
