@@ -135,6 +135,19 @@ def test_text_that_one_rank_could_not_capture(rank, place):
 
 
 @each_rank
+def test_a_load_keeps_no_slots_that_fails_as_its_donors_are_let_go(rank):
+    def program(server):
+        server.ask(DOCUMENT)
+        with failing(server.scheduler.tree, "unpin", is_done=True) if server.is_failing else contextlib.nullcontext():
+            copied, _ = server.begin(HEAD + DOCUMENT)
+        server.end()
+        server.ask(DOCUMENT)
+        return copied, server.ask(OTHER_HEAD + DOCUMENT)
+
+    assert on_servers(rank, program) == [(0, (70, None))] * SIZE
+
+
+@each_rank
 @pytest.mark.parametrize("place", ["known", "registration", "publication"])
 def test_text_that_one_rank_could_not_register(rank, place):
     def program(server):

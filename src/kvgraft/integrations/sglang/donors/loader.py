@@ -75,8 +75,7 @@ class Loader:
         try:
             return self._load(state, spans, expected, pins)
         finally:
-            for pin in pins:
-                self.tree.unpin(pin)
+            self._unpin(pins)
 
     def _load(self, state: SGLangRequest, spans: list[LoadSpan], expected: int, pins: list[object]) -> Tensor | None:
         started = time.perf_counter()
@@ -94,7 +93,8 @@ class Loader:
                 return None
             if self._on_all(state, partial(self._copy, state, found, held[0], started)) is None:
                 return None
-            self.ranks.together(partial(self._used, spans))
+            # All ranks keep the slots, or none does: nothing may fail on one of them from here on.
+            self.ranks.together(partial(self._used, spans, pins))
             is_loaded = True
         finally:
             if held and not is_loaded:
@@ -130,10 +130,15 @@ class Loader:
         state.loaded([part.span for part in parts], [part.source for part in parts], ms)
         return True
 
-    def _used(self, spans: list[LoadSpan]) -> None:
+    def _used(self, spans: list[LoadSpan], pins: list[object]) -> None:
         for span in spans:
             assert span.donor is not None
             self.keeper.record_hit(span.donor, span.length)
+        self._unpin(pins)
+
+    def _unpin(self, pins: list[object]) -> None:
+        while pins:
+            self.tree.unpin(pins.pop())
 
     def _find_all(self, spans: list[LoadSpan], expected: int, pins: list[object]) -> list[_Found]:
         """Find the K/V of all spans; what the tree has of them is pinned."""
