@@ -344,13 +344,15 @@ def test_an_engine_that_closes_amid_drafts_fails_their_streams():
     async def main():
         llm = AsyncLLM("graft-tiny", num_slots=NUM_SLOTS, max_rows=MAX_ROWS)
 
-        async def parts_of(text, reuse, **fields):
-            async for part in llm.stream(await llm.prepare(text, SamplingParams(8), reuse, **fields)):
+        async def parts_of(text, num_tokens, reuse, **fields):
+            sampling = SamplingParams(num_tokens, ignore_eos=True)
+            async for part in llm.stream(await llm.prepare(text, sampling, reuse, **fields)):
                 yield part
 
-        async for _ in parts_of(DOCUMENTS[0], "graft"):
+        async for _ in parts_of(DOCUMENTS[0], 8, "graft"):
             pass
-        parts = parts_of(f"# other\n{DOCUMENTS[0]}\nimport ", "verified", provisional=True)
+        # So long that it is not through before this thread is heard.
+        parts = parts_of(f"# other\n{DOCUMENTS[0]}\nimport ", 1_500, "verified", provisional=True)
         assert (await anext(parts)).is_provisional
         await llm.close()
         with pytest.raises(OverloadedError, match="shutting down"):
