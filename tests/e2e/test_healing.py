@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -679,8 +679,9 @@ def test_stores_get_what_is_exact_in_the_end_and_no_pieces(family, words, small_
         other = make_llm(family, store="shared:")
         try:
             other.sync_stores(PATIENCE_S)
-            find = partial(other.space.donors.find, namespace_of(other, prompt), text_of(prompt, output))
-            assert total(find(max_generation=0)) == total(find()) > 300
+            query = DonorQuery(namespace_of(other, prompt), text_of(prompt, output))
+            find = other.space.donors.find
+            assert total(find(replace(query, max_generation=0))) == total(find(query)) > 300
         finally:
             other.close()
 

@@ -489,9 +489,9 @@ class TestParts:
         writes, find = llm.engine.stores.writes, llm.space.donors.find
         calls = []
 
-        def repetition_alone(namespace, token_ids, **options):
+        def repetition_alone(query):
             """As where a longer run of another donor hides the first of two."""
-            matches = find(namespace, token_ids, **options)
+            matches = find(query)
             calls.append(matches)
             return [match for match in matches if match.target_start >= 200]
 
