@@ -167,6 +167,18 @@ def test_no_graft_that_fell_back_is_repaired_though_its_outcome_could_not_be_tak
     assert port.attempt.phase is AttemptPhase.SETTLED
 
 
+def test_a_repair_that_ran_ahead_of_such_an_outcome_is_no_second_failure():
+    port = Port()
+    port.look_up(make_claim(prefix_len=0, asynchronous=False, repair=RepairTime.AFTER), 0)
+    port.admit(END)
+    port.run_ahead()
+    port.copied("fell back", fails_at=-1)
+    port.repaired("gone")
+    port.check()
+    assert port.num_failed == 1
+    assert port.attempt.phase is AttemptPhase.SETTLED
+
+
 def _without(command, event):
     """An attempt that commands less after an event."""
 

@@ -366,8 +366,8 @@ class Attempt:
         if isinstance(what, Copied) and self.is_copying:
             self.outcome = outcome
             if outcome.fell_back:  # workers have nothing that could be repaired
-                self.repair, self._is_due = None, False
-            if self._phase is AttemptPhase.COPYING:
+                self.repair, self._is_due, self._phase = None, False, AttemptPhase.SETTLED
+            elif self._phase is AttemptPhase.COPYING:
                 self._phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
         elif self._phase is AttemptPhase.REPAIRING:
             self._phase = AttemptPhase.SETTLED
