@@ -458,7 +458,7 @@ class Engine:
             events += self._receive(active, output)
         seconds = time.perf_counter() - started
         healed_flops = sum(self.manager.flops.of_positions(rows.positions) for rows in beside)
-        self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops)
+        self._pace.observe(seconds, step.num_streams, step.prefill_flops + healed_flops, step.admission_s)
         self._events.flush()
         self._recording.step(step, started, seconds, sum(len(rows.positions) for rows in beside))
         return events

@@ -89,6 +89,10 @@ class Pace:
         """Operations of prefill that a step carries when no stream runs."""
         return self._flops(self._alone, self.max_step_s)
 
+    def flops_beside(self, seconds: float) -> float:
+        """Operations of prefill that the machine does in `seconds` while streams run."""
+        return self._flops(self._beside, seconds)
+
     def idle_flops(self, seconds: float) -> float:
         """Operations of prefill that the machine does in `seconds`, or in a step without streams if that is shorter."""
         return self._flops(self._alone, min(seconds, self.max_step_s))
@@ -118,14 +122,22 @@ class Pace:
         known = self._plain.get(num_streams)
         return statistics.median(known) if known else None
 
-    def observe(self, seconds: float, num_streams: int, prefill_flops: float) -> None:
-        """Take over how long a step took that carried so many streams and so much prefill."""
-        if not prefill_flops:
+    def observe(self, seconds: float, num_streams: int, prefill_flops: float, admission_s: float = 0.0) -> None:
+        """Take over how long a step took that carried so many streams and so much prefill.
+
+        Args:
+            seconds: Of the whole step.
+            num_streams: Requests that got a token from it.
+            prefill_flops: Operations of its other rows.
+            admission_s: Seconds of it that went into admitting prompts; they cost credit, and say nothing about speed.
+        """
+        if not prefill_flops and not (admission_s and num_streams):
             if num_streams:
                 self._plain.setdefault(num_streams, deque(maxlen=_REMEMBERED)).append(seconds)
                 self._since_plain = 0
             return
         if not num_streams:
+            seconds -= admission_s
             expected = prefill_flops / self._alone.value if self._alone.value else seconds
             self._alone.observe(prefill_flops, min(seconds, _STALL * expected))
             self._credit = 0.0
@@ -133,7 +145,8 @@ class Pace:
         self._since_plain += 1
         spent = max(0.0, seconds - (self.stream_step_s(num_streams) or 0.0))
         self._credit = max(self._credit - spent, -_MAX_DEBT * _MIN_SECONDS)
-        self._beside.observe(prefill_flops, spent)
+        if prefill_flops:
+            self._beside.observe(prefill_flops, spent - admission_s)
 
     def _flops(self, speed: _Speed, seconds: float) -> float:
         if math.isinf(seconds):

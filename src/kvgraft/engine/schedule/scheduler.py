@@ -46,6 +46,7 @@ class ScheduledStep:
         num_streams: Streams among them.
         prefill_flops: Operations of the other rows.
         failed: Waiting requests that cannot be admitted, and why; the caller removes them.
+        admission_s: Seconds that the lookups and copies of admitted prompts took.
         spare_flops: Operations of prefill that the streams would bear and that no prompt wants.
     """
 
@@ -53,6 +54,7 @@ class ScheduledStep:
     num_streams: int
     prefill_flops: float
     failed: list[tuple[ActiveRequest, Exception]]
+    admission_s: float = 0.0
     spare_flops: float = 0.0
 
     @property
@@ -124,9 +126,10 @@ class Scheduler:
         streams = self._grow_streams()
         parts = [(active, active.next_rows()) for active in streams]
         budget = self._pace.prefill_flops(len(streams), self._lateness())
-        prefill_flops = self._add_prefills(parts, budget, failed)
+        prefill_flops, admission_s = self._add_prefills(parts, budget, failed)
         has_prompts = len(self.waiting) or self.loading or any(active.is_prefilling for active in self.running)
-        return ScheduledStep(parts, len(streams), prefill_flops, failed, 0.0 if has_prompts or not streams else budget)
+        spare_flops = 0.0 if has_prompts or not streams else budget
+        return ScheduledStep(parts, len(streams), prefill_flops, failed, admission_s, spare_flops)
 
     def _grow_streams(self) -> list[ActiveRequest]:
         """Give every stream the slot of its next token; the request that arrived last is preempted where there are none.
@@ -203,19 +206,30 @@ class Scheduler:
         parts: list[tuple[ActiveRequest, SequenceRows]],
         budget: float,
         failed: list[tuple[ActiveRequest, Exception]],
-    ) -> float:
-        """Append rows of prompts, the most urgent first, for at most about `budget` operations; returns how many."""
+    ) -> tuple[float, float]:
+        """Append rows of prompts, the most urgent first, for at most about `budget` operations.
+
+        Returns:
+            Operations of the rows, and seconds that admissions took. Beside streams these count against the budget: a long
+            prompt's lookup and copies stall a stream as rows do, and its rows go with a later step.
+        """
+        num_streams, admission_s = len(parts), 0.0
         room, scored_room = self._max_rows - sum(len(rows.positions) for _, rows in parts), MOST_ROWS
         pending = sorted((a for a in self.running if a.is_prefilling), key=self._urgency)
         spent, num_stalled = 0.0, 0
         while room > 0 and spent < budget:
             if not failed and num_stalled < _MAX_LONG_PREFILLS and self._may_admit(pending):
+                started = time.perf_counter()
                 admitted = self._admit(failed)
+                seconds = time.perf_counter() - started
+                admission_s += seconds
+                if num_streams:
+                    budget -= self._pace.flops_beside(seconds)
                 if admitted in self.loading:
                     continue
                 if admitted is not None:
                     pending = sorted([*pending, admitted], key=self._urgency)
-            if not pending:
+            if not pending or spent >= budget:
                 break
             active = pending.pop(0)
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
@@ -235,7 +249,7 @@ class Scheduler:
             spent += self._manager.flops.of_positions(rows.positions)
             room -= len(rows.positions)
             scored_room -= rows.num_logits
-        return spent
+        return spent, admission_s
 
     def _reserve(self, active: ActiveRequest, count: int) -> int:
         """Return how many of the next `count` rows have slots; fewer only where window layers have slots of their own."""

@@ -87,3 +87,14 @@ def test_a_machine_of_another_speed_is_learned(factor):
     simulate(pace, seconds=5, num_streams=0)
     simulate(pace, seconds=30, num_streams=0, speed=factor * 1e11)
     assert pace.flops_per_s == pytest.approx(factor * 1e11, rel=0.15)
+
+
+def test_an_admission_costs_credit_and_says_nothing_about_speed():
+    pace, plain = Pace(0.2, 0.25, FLOPS_PER_TOKEN), 0.0045
+    simulate(pace, seconds=2, num_streams=1)
+    speed = pace.flops_beside(1.0)
+    pace.observe(plain + 0.020, 1, 0.0, admission_s=0.020)
+    assert pace.stream_step_s(1) == pytest.approx(plain)
+    assert pace.prefill_flops(1, 0.0) == 0.0, "it is paid for by steps without prefill"
+    pace.observe(plain + 0.010 + 0.020, 1, 0.010 * speed, admission_s=0.020)
+    assert pace.flops_beside(1.0) == pytest.approx(speed, rel=1e-3)
