@@ -2,8 +2,8 @@
 
 While streams run, prefill lives on credit: every step earns `slowdown` times the duration of a step without prefill, and
 a step with prefill spends what it took longer. So streams get slower by `slowdown` on average, on any machine and with any
-model. Prompts that wait several times longer than this share promises them get more: a saturated server would otherwise spend
-its time on small decode batches while its queue grows.
+model. Prompts that wait several times longer than this share promises them get more, up to `_MOST_SLOWDOWN`: a saturated
+server would otherwise spend its time on small decode batches while its queue grows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ _REFRESH = 16
 """Steps with prefill after which one without measures the pace of streams again."""
 _PATIENCE = 4.0
 """Prompts may take this many times what their share promises before they get more."""
+_MOST_SLOWDOWN = 2.0
+"""Share that streams lose at most, however late prompts are: a step takes three times as long as one without prefill, and a
+saturated server computes prompts for two thirds of its time."""
 _MIN_SECONDS = 5e-3
 """Shorter pieces of prefill cost a quarter more per row; credit is saved up for this much."""
 _MAX_DEBT = 6.0
@@ -78,7 +81,8 @@ class Pace:
         plain = self.stream_step_s(num_streams)
         if plain is None or self._since_plain >= _REFRESH:
             return 0.0
-        earned = self.slowdown * max(1.0, lateness / _PATIENCE) * plain
+        late_slowdown = min(self.slowdown * lateness / _PATIENCE, _MOST_SLOWDOWN)
+        earned = max(self.slowdown, late_slowdown) * plain
         self._credit = min(self._credit + earned, max(earned, 2 * _MIN_SECONDS))
         if self._credit < min(_MIN_SECONDS, plain):
             return 0.0

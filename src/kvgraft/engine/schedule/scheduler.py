@@ -234,6 +234,8 @@ class Scheduler:
             active = pending.pop(0)
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
             count = int(np.searchsorted(costs, budget - spent, side="right"))
+            if spent and 2 * count < min(_MIN_ROWS, len(costs)):
+                break  # the step has a piece, and would overdraw by more than half of another
             # Rows that go together may be more than there is room for: the pace makes up for it, and waiting would not help.
             count = min(max(count, _MIN_ROWS), room, len(costs), scored_room if active.is_scored else room)
             if count <= 0:  # logits of no more rows are kept in this step; prompts that need none go on

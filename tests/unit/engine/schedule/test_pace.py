@@ -56,6 +56,13 @@ def test_late_prompts_get_more():
     assert late > 3 * on_time
 
 
+def test_a_step_takes_three_times_as_long_at_most_however_late_prompts_are():
+    plain = 0.004 + 0.0005 * 8
+    steps, done, longest = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=10, num_streams=8, lateness=1e6)
+    assert longest < 3.1 * plain
+    assert done > 0.6 * 10 * 1e11
+
+
 def test_stalls_of_the_machine_do_not_starve_prompts():
     calm = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=20, num_streams=8)
     noisy = simulate(Pace(0.2, 0.25, FLOPS_PER_TOKEN), seconds=20, num_streams=8, stall_every=100)
