@@ -19,9 +19,9 @@ _REFRESH = 16
 """Steps with prefill after which one without measures the pace of streams again."""
 _PATIENCE = 4.0
 """Prompts may take this many times what their share promises before they get more."""
-_MOST_SLOWDOWN = 2.0
-"""Share that streams lose at most, however late prompts are: a step takes three times as long as one without prefill, and a
-saturated server computes prompts for two thirds of its time."""
+_MOST_SLOWDOWN = 1.0
+"""Share that streams lose at most, however late prompts are: they run half as fast, and a saturated server computes prompts
+for half of its time. At 2.0 a burst of 24 known prompts is answered no sooner, and the longest gap is a quarter longer."""
 _MIN_SECONDS = 5e-3
 """Shorter pieces of prefill cost a quarter more per row; credit is saved up for this much."""
 _MAX_DEBT = 6.0

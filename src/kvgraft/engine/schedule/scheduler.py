@@ -219,12 +219,9 @@ class Scheduler:
         spent, num_stalled = 0.0, 0
         while room > 0 and spent < budget:
             if not failed and num_stalled < _MAX_LONG_PREFILLS and self._may_admit(pending):
-                started = time.perf_counter()
-                admitted = self._admit(failed)
-                seconds = time.perf_counter() - started
+                admitted, seconds = self._timed_admission(failed)
                 admission_s += seconds
-                if num_streams:
-                    budget -= self._pace.flops_beside(seconds)
+                budget -= self._pace.flops_beside(seconds) if num_streams else 0.0
                 if admitted in self.loading:
                     continue
                 if admitted is not None:
@@ -234,8 +231,8 @@ class Scheduler:
             active = pending.pop(0)
             costs = np.cumsum(self._manager.flops.by_position(active.remaining))
             count = int(np.searchsorted(costs, budget - spent, side="right"))
-            if spent and 2 * count < min(_MIN_ROWS, len(costs)):
-                break  # the step has a piece, and would overdraw by more than half of another
+            if (spent or (num_streams and admission_s)) and 2 * count < min(_MIN_ROWS, len(costs)):
+                break  # the step has a piece or an admission, and would overdraw by more than half of another piece
             # Rows that go together may be more than there is room for: the pace makes up for it, and waiting would not help.
             count = min(max(count, _MIN_ROWS), room, len(costs), scored_room if active.is_scored else room)
             if count <= 0:  # logits of no more rows are kept in this step; prompts that need none go on
@@ -279,6 +276,10 @@ class Scheduler:
         if not len(self.waiting) or num_admitted >= self._max_running:
             return False
         return len(pending) < _MAX_LONG_PREFILLS and all(self._is_long(active) for active in pending)
+
+    def _timed_admission(self, failed: list[tuple[ActiveRequest, Exception]]) -> tuple[ActiveRequest | None, float]:
+        started = time.perf_counter()
+        return self._admit(failed), time.perf_counter() - started
 
     def _admit(self, failed: list[tuple[ActiveRequest, Exception]]) -> ActiveRequest | None:
         """Give the next waiting request its slots and its graft; None if it has to wait or cannot run at all."""
