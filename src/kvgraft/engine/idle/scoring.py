@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 
-from kvgraft.engine.kv.report import prompt_report, repair_report
+from kvgraft.engine.schedule.answer_report import AnswerReport
 from kvgraft.errors import CapacityError, PolicyError
 from kvgraft.graft.model import SequenceRows
-from kvgraft.types import RepairTime, ReuseMode
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -201,22 +201,20 @@ def _prefill(
     It is drawn before the repair, unless it is unsure enough to wait (`repair_below_margin`).
     """
     outcome = yield from _run(adapter, manager, kv, manager.prefill(kv), max_rows)
-    repair, work, logits = repair_report(kv, outcome), outcome.work, outcome.logits
-    if outcome.repair is not None and repair is not None:
+    kv.lineage.recompute(outcome.work.recomputed_runs)
+    report, logits = AnswerReport(manager.flops), outcome.logits
+    report.prefilled(kv, outcome)
+    if outcome.repair is not None:
         reason = kv.request.repair.reason_to_wait(logits)
         kv.is_answered = not reason
+        if reason:
+            report.waits(reason)
         repaired = yield from _run(adapter, manager, kv, outcome.repair, max_rows)
-        work = repaired.work
-        if kv.is_answered:
-            healed = kv.plan.num_tokens - kv.plan.prefix_len if repaired.is_exact else 0
-            exact_from = 2 if repaired.is_exact else None
-            repair = replace(repair, from_token=2, exact_from_token=exact_from, healed_tokens=healed)
-        else:
-            assert repaired.logits is not None
-            logits = repaired.logits
-            repair = None if repaired.is_exact else replace(repair, time=RepairTime.BEFORE, reason=reason, from_token=1)
-    kv.lineage.recompute(work.recomputed_runs)
-    return Score(logits[None], prompt_report(kv, work, manager.flops, repair))
+        kv.was_repaired(repaired)
+        report.repair_ended(kv, repaired, token=2 if kv.is_answered else 1)
+        logits = outcome.logits if kv.is_answered else repaired.logits
+    assert report.value is not None
+    return Score(logits[None], report.value)
 
 
 def _run(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.kv.holdings import Holdings
     from kvgraft.engine.requests.request import Request
+    from kvgraft.graft.repair import RepairOutcome
     from kvgraft.reuse.decision import Decision
     from kvgraft.reuse.lineage import Lineage
     from kvgraft.types import DonorId, GraftPlan, Namespace
@@ -73,6 +74,16 @@ class RequestKV:
     def repairs_after(self) -> bool:
         """Whether the first token may be drawn before the policy's choice is computed."""
         return self.request.repairs_after and not self.decision.waits
+
+    def was_repaired(self, outcome: RepairOutcome) -> None:
+        """Take down the origin of what a repair computed, or of everything where the policy failed.
+
+        Copies that a token was drawn from are not reported as computed then.
+        """
+        if outcome.is_exact and self.is_answered:
+            self.lineage.withdraw(self.plan.prefix_len)
+        else:
+            self.lineage.recompute(outcome.work.recomputed_runs)
 
     @property
     def kv_indices(self) -> NDArray[np.int64]:

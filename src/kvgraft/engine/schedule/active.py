@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.engine.idle.audit import AnswerEvidence, Audit
-from kvgraft.engine.kv.report import prompt_report, repair_report
 from kvgraft.engine.requests.request import FinishReason, PromptFacts, Request, RequestOutput, StreamPart
+from kvgraft.engine.schedule.answer_report import AnswerReport
 from kvgraft.engine.schedule.drafts import DraftLog, Drafts
 from kvgraft.engine.schedule.prompt_logprobs import ScoredPrefill, scored
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.repair import Repair
 from kvgraft.reuse.continuation import may_go_on
-from kvgraft.types import RepairTime, ReuseMode
+from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvgraft.fidelity.control import Loss
     from kvgraft.graft.repair import RepairOutcome
     from kvgraft.graft.sparse_prefill import PrefillOutcome, SparsePrefill
-    from kvgraft.graft.steps import GraftWork
     from kvgraft.reuse.decision import Sampled
     from kvgraft.types import GraftReport, TokenArray
 
@@ -65,9 +64,8 @@ class ActiveRequest:
         phase: How far it is.
         kv: Its K/V; None while it waits.
         finish_reason: Set when nothing more is to be generated.
-        report: Of reuse; set when the prompt is computed for the first time.
         begun_at: `time.perf_counter()` when the lookup of its first attempt began; None if there was none.
-        moments: `RequestKV.moments` of the attempt that the report is of, of the last one while there is no report.
+        moments: `RequestKV.moments` of the attempt that the report is of, of the last one while no token is out.
         stored_len: Positions that it had given the prefix cache when it was suspended last: a use that is counted once.
     """
 
@@ -87,7 +85,6 @@ class ActiveRequest:
         self.kv: RequestKV | None = None
         self.output_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.report: GraftReport | None = None
         self.num_preemptions = 0
         self.stored_len = 0
         self.admitted_at: float | None = None
@@ -97,6 +94,8 @@ class ActiveRequest:
         self._text = text
         self._sampler = sampler
         self._flops = flops
+        self._report = AnswerReport(flops)
+        self._owes_repair = False
         sampling = request.sampling
         self._end_ids = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
         self._max_model_len = max_model_len
@@ -110,6 +109,11 @@ class ActiveRequest:
         self._was_approximate = False
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._is_prompt_reported = False
+
+    @property
+    def report(self) -> GraftReport | None:
+        """Of reuse; None until the prompt is computed for the first time."""
+        return self._report.value
 
     @property
     def num_tokens(self) -> int:
@@ -201,8 +205,7 @@ class ActiveRequest:
     @property
     def is_unrepaired(self) -> bool:
         """Whether the first token is out, and the repair that comes with the second one is not done."""
-        repair = None if self.report is None else self.report.repair
-        return len(self.output_ids) == 1 and repair is not None and repair.from_token is None
+        return len(self.output_ids) == 1 and self._owes_repair
 
     def load(self, kv: RequestKV) -> None:
         """Wait for the part of `kv` that is read from a store; `start` follows."""
@@ -220,7 +223,7 @@ class ActiveRequest:
     def _note_admission(self, kv: RequestKV) -> None:
         if self.admitted_at is None:
             self.admitted_at, self.begun_at = time.perf_counter(), kv.moments.get("lookup")
-        if self.report is None:
+        if not self.output_ids:
             self.moments = kv.moments
 
     def suspend(self) -> TokenArray:
@@ -232,7 +235,7 @@ class ActiveRequest:
             known = self.drafts.exact_token_ids
             self._end_drafts()
         if not self.output_ids:
-            self.report = None
+            self._report.forget()
         self.wait()
         self.num_preemptions += 1
         return known
@@ -300,9 +303,9 @@ class ActiveRequest:
         self._pass, self.phase = None, Phase.DECODE
         self.kv.lineage.recompute(outcome.work.recomputed_runs)
         is_drafted = self.request.reuse is ReuseMode.VERIFIED and self.kv.lineage.is_approximate
-        if self.report is None:
-            repair = repair_report(self.kv, outcome)
-            self.report = prompt_report(self.kv, outcome.work, self._flops, repair)
+        if not self.output_ids:
+            self._report.prefilled(self.kv, outcome)
+            self._owes_repair = outcome.repair is not None or self.kv.is_healing
             self._watch(None if is_drafted else self.kv.decision.sampled)
         if is_drafted:
             return self._begin_drafts(self.kv, outcome.logits)
@@ -314,9 +317,10 @@ class ActiveRequest:
             return [self._drawn(outcome.logits)]
         was_unrepaired = self.is_unrepaired
         if self.kv.lineage.has_copies:  # begun again where the risk that is held has every answer wait by now
-            self._note_repaired(outcome.work)
+            self._owes_repair = False
+            self._report.repaired(self.kv, outcome.work, self._next_token)
         elif not self.kv.lineage.is_approximate:
-            self._note_exact()
+            self._became_exact()
         # A prompt begun anew for its repair, and without donors to copy by now, goes on with the row of its first token.
         return [] if was_unrepaired else [self._drawn(outcome.logits)]
 
@@ -331,59 +335,31 @@ class ActiveRequest:
         if not reason:
             self.kv.is_answered = True
             return [self._drawn(logits)]
-        assert self.report is not None
-        assert self.report.repair is not None
-        waits = replace(self.report.repair, time=RepairTime.BEFORE, reason=reason)
-        self.report = replace(self.report, repair=waits)
+        self._report.waits(reason)
         return []
 
     def _repaired(self, outcome: RepairOutcome) -> list[StreamPart]:
         """Go on after the last row of the policy's choice."""
         assert self.kv is not None
-        assert self.report is not None
         self._pass, self.phase = None, Phase.DECODE
-        if outcome.is_exact and self.kv.is_answered:
-            # The report stays that of the graft that the first token was drawn from.
-            self.kv.lineage.withdraw(self.kv.plan.prefix_len)
-            total = prompt_report(self.kv, outcome.work, self._flops, None).computed_flops
-            self._count_healed(self.kv.plan.num_tokens - self.kv.plan.prefix_len, total - self.report.computed_flops)
-            self._note_exact()
-        else:
-            if outcome.is_exact:  # the policy failed before anything was drawn
-                self.report = replace(self.report, repair=None)
-                self._watch(None)
-            self.kv.lineage.recompute(outcome.work.recomputed_runs)
-            self._note_repaired(outcome.work)
+        self.kv.was_repaired(outcome)
+        if outcome.is_exact and not self.kv.is_answered:
+            self._watch(None)
+        self._owes_repair = False
+        self._report.repair_ended(self.kv, outcome, self._next_token)
         logits = outcome.next_logits if self.output_ids else outcome.logits
         return [] if logits is None else [self._drawn(logits)]
-
-    def _note_repaired(self, work: GraftWork) -> None:
-        """Note that the next token is drawn from what the policy's choice left."""
-        assert self.kv is not None
-        assert self.report is not None
-        done = None if self.report.repair is None else replace(self.report.repair, from_token=self._next_token)
-        report = prompt_report(self.kv, work, self._flops, done)
-        # Less than the first token was drawn from, before a preemption, is not what the report is of.
-        is_less = bool(self.output_ids) and report.num_copied < self.report.num_copied
-        self.report = replace(self.report, repair=done) if is_less else report
 
     @property
     def _next_token(self) -> int:
         """Number of the token of the answer that is drawn next, from 1."""
         return len(self.output_ids) + 1
 
-    def _note_exact(self) -> None:
-        """Note that the next token is drawn from K/V without copies of its own: a full prefill's, unless it goes on."""
-        assert self.report is not None
+    def _became_exact(self) -> None:
+        """Draw the next token from K/V without copies of the request's own."""
         assert self.kv is not None
-        repair = self.report.repair
-        if self.kv.lineage.is_approximate:
-            repair = None if repair is None else replace(repair, from_token=repair.from_token or self._next_token)
-            self.report = replace(self.report, repair=repair)
-        elif repair is not None and repair.exact_from_token is None:
-            from_token = repair.from_token or self._next_token
-            repair = replace(repair, from_token=from_token, exact_from_token=self._next_token)
-            self.report = replace(self.report, repair=repair)
+        self._owes_repair = False
+        self._report.became_exact(self._next_token, is_approximate=self.kv.lineage.is_approximate)
 
     def _healed_rows(self) -> None:
         """Note the rows that the last decode step computed exactly; where none are left, its token is exact."""
@@ -391,30 +367,21 @@ class ActiveRequest:
             return
         assert self.kv is not None
         stop = int(self._exact_rows[-1]) + 1
-        self._count_healed(len(self._exact_rows), self._flops.of_positions(self._exact_rows))
+        self._report.healed(len(self._exact_rows), self._flops.of_positions(self._exact_rows))
         self._exact_rows = _NO_ROWS
         self.kv.lineage.heal(stop)
         if stop == self.num_tokens - 1:
             self.kv.lineage.healed()
-            self._note_exact()
-
-    def _count_healed(self, num_tokens: int, flops: float) -> None:
-        """Count what was computed again after the first token, and its operations: no other count of the report has them."""
-        assert self.report is not None
-        repair, total = self.report.repair, self.report.computed_flops + flops
-        if repair is not None:
-            repair = replace(repair, healed_tokens=repair.healed_tokens + num_tokens)
-            self.report = replace(self.report, repair=repair, computed_flops=total)
+            self._became_exact()
 
     def _drawn(self, logits: Tensor) -> StreamPart:
         return self._take(self._sampler.sample(logits), logits)
 
     def _without_drafts(self, logits: Tensor) -> StreamPart:
         """Take the first token of an attempt without a graft after one that drafted: its report is a verified one."""
-        assert self.report is not None
         self._draft_log.begin((), 0)
         num_retracted = self._draft_log.verified(is_confirmed=False)
-        self.report = self._draft_log.healed(self.report, self._flops)
+        self._report.verified(self._draft_log)
         return replace(self._take(self._sampler.sample(logits), logits), num_retracted=num_retracted)
 
     def _begin_drafts(self, kv: RequestKV, logits: Tensor) -> list[StreamPart]:
@@ -454,10 +421,12 @@ class ActiveRequest:
 
     def _end_drafts(self) -> None:
         """Stop drafting; drafts that are not verified by now are void, and without output there is no report yet."""
-        assert self.report is not None
         self._pass, self.phase = None, Phase.DECODE
         self._draft_log.retract()
-        self.report = self._draft_log.healed(self.report, self._flops) if self.output_ids else None
+        if self.output_ids:
+            self._report.verified(self._draft_log)
+        else:
+            self._report.forget()
 
     def _take(self, token_id: int, logits: Tensor) -> StreamPart:
         if self.first_token_at is None:
