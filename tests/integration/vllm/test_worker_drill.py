@@ -16,7 +16,7 @@ from tests.support.failing_calls import CallDrill, EscapedError, FailingCalls, d
 
 from engines import Answer, Engine, engine, text
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+_FEW = int(os.environ.get("DRILL_POINTS", "25"))
 """Points of one kind of engine; there are some 600 of each kind."""
 _WATCHED = ("load", "save", "take_report")
 KINDS = {

@@ -8,7 +8,7 @@ import pytest
 from tests.support.failing_calls import drawn, points_at
 from tests.support.memory_drill import KINDS, Drill
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+_FEW = int(os.environ.get("DRILL_POINTS", "25"))
 """Points of one kind of engine in the slow test; a point takes a second or two, and there are some 4,000 of each kind."""
 
 KNOWN = [

@@ -8,7 +8,7 @@ import pytest
 from tests.support.failing_calls import drawn, points_at
 from tests.support.sglang_drill import KINDS, Drill
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+_FEW = int(os.environ.get("DRILL_POINTS", "25"))
 """Points of one kind of scheduler in the slow test; there are some 2,500 of each kind."""
 
 _HALF = "/integrations/sglang/"

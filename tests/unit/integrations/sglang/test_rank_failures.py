@@ -457,7 +457,7 @@ def test_a_call_that_fails_on_one_rank_is_a_counted_miss_on_all(drill, callee, c
     assert not found.failures(place, number), (place, number, where)
 
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+_FEW = int(os.environ.get("DRILL_POINTS", "25"))
 
 
 @pytest.mark.slow

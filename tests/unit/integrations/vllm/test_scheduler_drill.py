@@ -8,7 +8,7 @@ import pytest
 from tests.support.failing_calls import drawn, points_at
 from tests.support.vllm_drill import KINDS, Drill
 
-_FEW = int(os.environ.get("KVGRAFT_DRILL_POINTS", "25"))
+_FEW = int(os.environ.get("DRILL_POINTS", "25"))
 """Points of one kind of engine in the slow test; there are some 2,300 of each kind."""
 
 _HALF = "/integrations/vllm/scheduler/"
