@@ -41,7 +41,7 @@ from vllm_ttft import names_of, say
 from kvgraft.bench.arrivals import arrival_times
 from kvgraft.bench.client import CompletionsClient, completion_body
 from kvgraft.bench.journal import Journal
-from kvgraft.bench.load import run_open_loop
+from kvgraft.bench.load import Load, run_open_loop
 from kvgraft.bench.rates import sustained_rates
 from kvgraft.bench.serve import search_rates
 from kvgraft.bench.serve_workload import BUILTIN_RAG, load_workload
@@ -209,7 +209,7 @@ class EngineRun:
         arrivals = arrival_times(None, len(bodies), rate, settings.seed).tolist()
         async with CompletionsClient(url) as client:
             result = await run_open_loop(client.stream, bodies, arrivals, give_up_s=_GIVE_UP_S)
-        return summarise(variant, rate, result, arrivals[-1])
+        return summarise(variant, Load(rate=rate), result, arrivals[-1])
 
     @contextmanager
     def _running(self, variant: str) -> Iterator[Server]:

@@ -122,6 +122,28 @@ class CompletionsClient:
         async with self._session.post(self._url + "/v1/completions", data=body) as response:
             return response.status, await response.read()
 
+    async def text(self, body: bytes) -> str | None:
+        """Send a streamed completion and return its text, None where it failed."""
+        parts: list[str] = []
+        try:
+            async for data in self.events(body):
+                event = {} if data == DONE else json.loads(data)
+                if "error" in event:
+                    return None
+                parts += (choice.get("text") or "" for choice in event.get("choices") or ())
+        except (
+            HTTPStatusError,
+            aiohttp.ClientError,
+            OSError,
+            TimeoutError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ):
+            return None
+        return "".join(parts)
+
     async def events(self, body: bytes) -> AsyncIterator[str]:
         """Send a streamed completion and yield the data of its events; leaving early closes the connection.
 

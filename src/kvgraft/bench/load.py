@@ -1,4 +1,7 @@
-"""Send requests at their times, earlier ones answered or not (open loop); stop when the server falls behind for good."""
+"""Send requests at their times, earlier ones answered or not (open loop), or as fast as they are answered (closed loop).
+
+An open loop stops when the server falls behind for good.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,17 @@ if TYPE_CHECKING:
 
 _CHECK_SECONDS = 0.1
 _LEAD_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come: `rate` per second, earlier ones answered or not, or from `clients`, each with one at a time."""
+
+    rate: float = 0.0
+    clients: int = 0
+
+    def __str__(self) -> str:
+        return f"c={self.clients}" if self.clients else f"{self.rate:.3g}/s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Load a server over HTTP at several rates, every reuse mode from the same state, one rate after the other."""
+"""Load servers over HTTP, every side from the same state, one load after the other; sides are reuse modes, or servers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvgraft.bench.arrivals import arrival_times
-from kvgraft.bench.client import GONE, CompletionsClient, completion_body
-from kvgraft.bench.load import run_closed_loop, run_open_loop
+from kvgraft.bench.client import GONE, CompletionsClient, completion_body, now
+from kvgraft.bench.load import Load, LoadResult, run_closed_loop, run_open_loop
 from kvgraft.bench.rates import RateSearch, default_slo_ms
 from kvgraft.bench.server_process import ServerProcess
 from kvgraft.bench.summary import summarise
 from kvgraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from kvgraft.bench.client import TimedRequest
     from kvgraft.bench.serve_workload import ServeWorkload
     from kvgraft.bench.summary import RunSummary
 
     Run = Callable[[str, float], RunSummary]
 
 _WARM_UP_CLIENTS = 4
+CLOSED_LOOP_REQUESTS = 200
+"""Requests of a closed loop where nothing else is asked for; their time is not known before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +98,36 @@ class GivenServer:
         yield LoadedServer(self._url, f"bench-{uuid.uuid4().hex}", self._api_key)
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of those that are compared: a server as it was set up, or a reuse mode that it is asked for."""
+
+    target: Target
+    reuse: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """Greedy answers of a side beside those of the first one.
+
+    Attributes:
+        num_equal: Answers of the same text.
+        num_asked: Answers that both have given.
+        failure: Why there are fewer than were asked for, or None.
+    """
+
+    num_equal: int
+    num_asked: int
+    failure: str | None = None
+
+
 class LoadTest:
-    """Runs one mode at one rate at a time.
+    """Runs one side under one load at a time.
 
     Args:
         workload: Prompts; the first ones warm up, the next ones are measured.
         settings: What is sent.
-        target: Gives the server.
+        sides: What is compared, by name.
         fit: Leaves out prompts that are too long, given what `/v1/models` says of the model.
 
     Attributes:
@@ -113,20 +139,21 @@ class LoadTest:
         self,
         workload: ServeWorkload,
         settings: LoadSettings,
-        target: Target,
+        sides: Mapping[str, Side],
         fit: Callable[[ServeWorkload, dict[str, Any]], ServeWorkload] = lambda workload, _: workload,
     ) -> None:
         self.workload = workload
         self.settings = settings
         self.rows: list[dict[str, object]] = []
         self.server: dict[str, Any] = {}
-        self._target = target
+        self.sides = dict(sides)
         self._fit = fit
-        self.num_requests(1.0)
+        self.num_requests(Load(rate=1.0))
 
-    def num_requests(self, rate: float) -> int:
-        """Return the requests that a run at `rate` measures: those of the settings, as far as the workload has prompts."""
-        wanted = self.settings.requests or max(1, round(self.settings.duration_s * rate))
+    def num_requests(self, load: Load) -> int:
+        """Return the requests that a run measures: those of the settings, as far as the workload has prompts."""
+        of_load = CLOSED_LOOP_REQUESTS if load.clients else round(self.settings.duration_s * load.rate)
+        wanted = self.settings.requests or max(1, of_load)
         available = len(self.workload.prompts) - self.settings.warmup
         if available < 1:
             raise ConfigError(
@@ -135,38 +162,76 @@ class LoadTest:
             )
         return min(wanted, available)
 
-    def run(self, mode: str, rate: float, advance: Callable[[], object] = lambda: None) -> RunSummary:
-        """Measure a mode at a rate; `advance` is called per measured request.
+    def run(self, name: str, load: Load, advance: Callable[[], object] = lambda: None) -> RunSummary:
+        """Measure a side under a load; `advance` is called per measured request.
 
         Raises:
             ConfigError: The server does not start, cannot be reached or serves no model.
         """
-        with self._target.fresh() as access:
-            return asyncio.run(self._measure(access, mode, rate, advance))
+        with self.sides[name].target.fresh() as access:
+            return asyncio.run(self._measure(access, name, load, advance))
 
-    async def _measure(self, access: LoadedServer, mode: str, rate: float, advance: Callable[[], object]) -> RunSummary:
+    def answers(self, name: str, count: int) -> list[str | None]:
+        """Return the texts of `count` greedy answers of a side after its warm-up, None for one that failed.
+
+        Raises:
+            ConfigError: As `run`.
+        """
+        with self.sides[name].target.fresh() as access:
+            return asyncio.run(self._answers(access, name, count))
+
+    async def _answers(self, access: LoadedServer, name: str, count: int) -> list[str | None]:
         async with CompletionsClient(access.url, access.api_key) as client:
             model = await self._ask_for_model(client)
-            warmup, count = self.settings.warmup, self.num_requests(rate)
-            bodies = [
-                completion_body(
-                    prompt, model=model, max_tokens=self.settings.max_tokens, reuse=mode, cache_salt=access.cache_salt
-                )
-                for prompt in self.workload.prompts[: warmup + count]
-            ]
-            recorded = None if self.workload.times is None else self.workload.times[warmup:]
-            arrivals = arrival_times(recorded, count, rate, self.settings.seed).tolist()
-            warm = await run_closed_loop(client.stream, bodies[:warmup], _WARM_UP_CLIENTS)
-            gone = next((exchange.failure for exchange in warm if exchange.failure in GONE), None)
-            if gone is not None:
-                raise ConfigError(
-                    f"the server stopped answering in the warm-up ({gone}); see its log, or start it by hand"
-                )
-            result = await run_open_loop(
-                client.stream, bodies[warmup:], arrivals, give_up_s=self.settings.give_up_s, advance=advance
+            warmup = self.settings.warmup
+            await self._warm_up(client, self._bodies(access, name, model, 0, warmup))
+            bodies = self._bodies(access, name, model, warmup, warmup + count)
+            return [await client.text(body) for body in bodies]
+
+    async def _measure(self, access: LoadedServer, name: str, load: Load, advance: Callable[[], object]) -> RunSummary:
+        async with CompletionsClient(access.url, access.api_key) as client:
+            model = await self._ask_for_model(client)
+            warmup, count = self.settings.warmup, self.num_requests(load)
+            warm = await self._warm_up(client, self._bodies(access, name, model, 0, warmup))
+            bodies = self._bodies(access, name, model, warmup, warmup + count)
+            result, arrival_s = await self._under(load, client, bodies, advance)
+        self.rows += [{"mode": name, "load": str(load)} | asdict(exchange) for exchange in result.exchanges]
+        return summarise(name, load, result, arrival_s, warm)
+
+    def _bodies(self, access: LoadedServer, name: str, model: str, start: int, stop: int) -> list[bytes]:
+        return [
+            completion_body(
+                prompt,
+                model=model,
+                max_tokens=self.settings.max_tokens,
+                reuse=self.sides[name].reuse,
+                cache_salt=access.cache_salt,
             )
-        self.rows += [{"mode": mode, "rate": rate} | asdict(exchange) for exchange in result.exchanges]
-        return summarise(mode, rate, result, arrivals[-1], warm)
+            for prompt in self.workload.prompts[start:stop]
+        ]
+
+    @staticmethod
+    async def _warm_up(client: CompletionsClient, bodies: Sequence[bytes]) -> list[TimedRequest]:
+        warm = await run_closed_loop(client.stream, bodies, _WARM_UP_CLIENTS)
+        gone = next((exchange.failure for exchange in warm if exchange.failure in GONE), None)
+        if gone is not None:
+            raise ConfigError(f"the server stopped answering in the warm-up ({gone}); see its log, or start it by hand")
+        return warm
+
+    async def _under(
+        self, load: Load, client: CompletionsClient, bodies: Sequence[bytes], advance: Callable[[], object]
+    ) -> tuple[LoadResult, float]:
+        """Send `bodies`; returns the result, and the seconds in which they came."""
+        if load.clients:
+            started = now()
+            exchanges = await run_closed_loop(client.stream, bodies, load.clients, advance)
+            seconds = now() - started
+            return LoadResult(tuple(exchanges), len(bodies), seconds, None), seconds
+        settings, times = self.settings, self.workload.times
+        recorded = None if times is None else times[settings.warmup :]
+        arrivals = arrival_times(recorded, len(bodies), load.rate, settings.seed).tolist()
+        result = await run_open_loop(client.stream, bodies, arrivals, give_up_s=settings.give_up_s, advance=advance)
+        return result, arrivals[-1]
 
     async def _ask_for_model(self, client: CompletionsClient) -> str:
         """Learn the model's name and longest sequence, and leave out what does not fit."""
@@ -181,16 +246,31 @@ class LoadTest:
         return str(models[0]["id"])
 
 
-def measure_rates(run: Run, modes: Sequence[str], rates: Sequence[float]) -> list[RunSummary]:
-    """Run every mode at a rate before the next higher rate; a mode that was given up is not run at higher ones."""
+def check_answers(test: LoadTest, count: int) -> dict[str, AnswerCheck]:
+    """Ask every side the same `count` prompts, and compare its greedy answers with those of the first side."""
+    answers = {name: test.answers(name, count) for name in test.sides}
+    first, *others = answers
+    return {name: _compared(answers[first], answers[name]) for name in others}
+
+
+def _compared(expected: Sequence[str | None], given: Sequence[str | None]) -> AnswerCheck:
+    both = [(a, b) for a, b in zip(expected, given, strict=True) if a is not None and b is not None]
+    missing = len(expected) - len(both)
+    return AnswerCheck(sum(a == b for a, b in both), len(both), f"{missing} were not answered" if missing else None)
+
+
+def measure_loads(
+    run: Callable[[str, Load], RunSummary], sides: Sequence[str], loads: Sequence[Load]
+) -> list[RunSummary]:
+    """Run every side under a load before the next higher one; a side that was given up is not run under higher ones."""
     runs: list[RunSummary] = []
     lost: set[str] = set()
-    for rate in sorted(set(rates)):
-        for mode in modes:
-            if mode not in lost:
-                runs.append(run(mode, rate))
+    for load in sorted(set(loads), key=lambda each: (each.clients, each.rate)):
+        for side in sides:
+            if side not in lost:
+                runs.append(run(side, load))
                 if runs[-1].gave_up is not None:
-                    lost.add(mode)
+                    lost.add(side)
     return runs
 
 

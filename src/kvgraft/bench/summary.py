@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvgraft.bench.client import TimedRequest
-    from kvgraft.bench.load import LoadResult
+    from kvgraft.bench.load import Load, LoadResult
 
 KEPT_UP = 0.95
 """Share of the offered rate that must be completed."""
@@ -23,9 +24,11 @@ _FEWEST_FOR_GROWTH = 8
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One mode at one rate. Times are milliseconds: `mean`, `p50`, `p90`, `p95`, `p99`, or nothing where none was measured.
+    """One side under one load. Times are milliseconds: `mean`, `p50`, `p90`, `p95`, `p99`, or nothing where there are none.
 
     Attributes:
+        mode: Name of the side: a reuse mode, or a server.
+        rate: Offered requests per second; 0 where clients wait for their answers.
         failures: Failed requests by kind, those of the warm-up too.
         unfinished: Requests that were still running when the run was ended.
         gave_up: Why the run was ended early, or None.
@@ -37,6 +40,8 @@ class RunSummary:
         ttft_ms: From the scheduled arrival to the first token. Unfinished requests count with their wait so far.
         end_to_end_ms: From the scheduled arrival to the end.
         client_lag_ms: Delay of the client in sending requests.
+        clients: Clients with one request at a time; 0 where requests come at a rate.
+        gap_ms: Between two tokens of an answer, over all gaps of all answers.
     """
 
     mode: str
@@ -58,6 +63,8 @@ class RunSummary:
     tpot_ms: dict[str, float]
     end_to_end_ms: dict[str, float]
     client_lag_ms: dict[str, float]
+    clients: int = 0
+    gap_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -81,7 +88,7 @@ class RunSummary:
 
 
 def summarise(
-    mode: str, rate: float, result: LoadResult, arrival_s: float, warm_up: Sequence[TimedRequest] = ()
+    mode: str, load: Load, result: LoadResult, arrival_s: float, warm_up: Sequence[TimedRequest] = ()
 ) -> RunSummary:
     """Compute the figures of a run; of `warm_up` only failures count."""
     done = [exchange for exchange in result.exchanges if exchange.succeeded]
@@ -90,7 +97,7 @@ def summarise(
     failures.update(f"{exchange.failure} in warm-up" for exchange in warm_up if exchange.failure)
     return RunSummary(
         mode=mode,
-        rate=rate,
+        rate=load.rate,
         planned=result.planned,
         sent=len(result.exchanges),
         completed=len(done),
@@ -103,11 +110,13 @@ def summarise(
         tokens_per_s=sum(exchange.completion_tokens for exchange in done) / result.seconds,
         prompt_tokens=prompt_tokens,
         reused_share=sum(exchange.reused_tokens or 0 for exchange in done) / max(prompt_tokens, 1),
-        kept_up=kept_up([(exchange.scheduled_s, exchange.end_to_end_s) for exchange in done if exchange.end_to_end_s]),
+        kept_up=1.0 if load.clients else _kept_up(done),
         ttft_ms=_times(_first_token_seconds(result)),
         tpot_ms=_times(exchange.tpot_s for exchange in done),
         end_to_end_ms=_times(exchange.end_to_end_s for exchange in done),
         client_lag_ms=_times(e.sent_s - e.scheduled_s for e in result.exchanges if e.sent_s is not None),
+        clients=load.clients,
+        gap_ms=_times(after - before for exchange in done for before, after in pairwise(exchange.token_s)),
     )
 
 
@@ -136,6 +145,10 @@ def kept_up(times: Sequence[tuple[float, float]]) -> float:
     distance = arrivals[late].mean() - arrivals[early].mean()
     growth = (delays[late].mean() - delays[early].mean()) / distance if distance > 0 else 0.0
     return float(1 / (1 + max(growth, 0.0)))
+
+
+def _kept_up(done: Sequence[TimedRequest]) -> float:
+    return kept_up([(exchange.scheduled_s, exchange.end_to_end_s) for exchange in done if exchange.end_to_end_s])
 
 
 def _first_token_seconds(result: LoadResult) -> list[float]:

@@ -80,6 +80,11 @@ class SimulatedServer:
     async def get_json(self, _path: str) -> dict[str, Any]:
         return {"object": "list", "data": list(self.models)}
 
+    async def text(self, body: bytes) -> str | None:
+        exchange = TimedRequest(now())
+        await self.stream(body, exchange)
+        return None if exchange.failure else " a" * exchange.completion_tokens
+
     async def stream(self, body: bytes, exchange: TimedRequest) -> None:
         exchange.sent_s = now()
         fields = json.loads(body)

@@ -48,10 +48,10 @@ def test_table_json_and_plot(capsys, pack, simulated, tmp_path):
     assert "cache_salt" in lines[1]
     assert "3 requests sent before measuring" in lines[1]
     assert [line.split()[:3] for line in lines[4:8]] == [
-        ["20", "off", "10"],
-        ["20", "graft", "10"],
-        ["40", "off", "20"],
-        ["40", "graft", "20"],
+        ["20/s", "off", "10/10"],
+        ["20/s", "graft", "10/10"],
+        ["40/s", "off", "20/20"],
+        ["40/s", "graft", "20/20"],
     ]
     assert "graft  at least 40 requests/s, 1.00x off" in out
     assert "less than 10 s of arrivals" in out
@@ -64,6 +64,48 @@ def test_table_json_and_plot(capsys, pack, simulated, tmp_path):
     assert {r["mode"]: r["ratio"] for r in record["sustained"]} == {"off": 1.0, "graft": 1.0}
     assert len(record["rows"]) == 60
     assert files[1].stat().st_size > 1_000
+
+
+def test_clients_in_place_of_rates(capsys, pack, simulated, tmp_path):
+    options = ("--clients", "1,4", "--requests", "12", "--warmup", "2", "--modes", "off,graft")
+    code, out, _ = run(capsys, pack, "--url", URL, *options, "--plot", tmp_path / "c.png")
+    assert code == 0
+    lines = [line.split()[:3] for line in out.splitlines() if line.lstrip().startswith("c=")]
+    assert lines[:4] == [
+        ["c=1", "off", "12/12"],
+        ["c=1", "graft", "12/12"],
+        ["c=4", "off", "12/12"],
+        ["c=4", "graft", "12/12"],
+    ]
+    assert "c=4: requests/s in times of off's: graft 1.00x" in out
+    assert "sustained" not in out
+    assert (tmp_path / "c.png").stat().st_size > 1_000
+
+
+def test_named_servers_beside_each_other(capsys, pack, simulated):
+    urls = ("--url", f"off={URL}", "--url", f"ours={URL}")
+    options = ("--clients", "2", "--requests", "6", "--warmup", "1", "--check", "3")
+    code, out, _ = run(capsys, pack, *urls, *options, "--json", "-")
+    record = json.loads(out)
+    assert code == 0
+    assert list(record["sides"]) == ["off", "ours"]
+    assert record["checks"] == {"ours": {"num_equal": 3, "num_asked": 3, "failure": None}}
+    assert [(r["mode"], r["clients"]) for r in record["runs"]] == [("off", 2), ("ours", 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--url", f"a={URL}", "--url", f"a={URL}"], "two servers are named 'a'"),
+        (["--url", f"a={URL}", "--url", URL], "several servers need names"),
+        (["--url", URL, "--clients", "2", "--search"], "--search looks for a rate"),
+    ],
+)
+def test_sides_that_cannot_be_told_apart_are_one_line(capsys, pack, options, words):
+    code, _, err = run(capsys, pack, *options)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1
 
 
 def test_json_on_stdout_leaves_the_table_to_stderr(capsys, pack, simulated):
@@ -157,6 +199,8 @@ def test_missing_pack_is_one_line(capsys, tmp_path):
         (["--rates", "inf"], "above 0"),
         (["--rates", ""], "not a list of rates"),
         (["--modes", "off,fast"], "'fast' is no reuse mode"),
+        (["--clients", "0"], "not a list of clients"),
+        (["--url", "=http://x"], "neither URL nor NAME=URL"),
     ],
 )
 def test_lists_that_make_no_sense_are_refused(capsys, pack, options, words):

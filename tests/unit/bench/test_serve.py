@@ -7,14 +7,29 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvgraft.bench.load import Load
 from kvgraft.bench.plot import draw_load
-from kvgraft.bench.serve import GivenServer, LoadSettings, LoadTest, OwnServer, measure_rates, search_rates
+from kvgraft.bench.serve import (
+    AnswerCheck,
+    GivenServer,
+    LoadSettings,
+    LoadTest,
+    OwnServer,
+    Side,
+    check_answers,
+    measure_loads,
+    search_rates,
+)
 from kvgraft.bench.serve_workload import BUILTIN_RAG, ServeWorkload, load_workload, token_counter
 from kvgraft.bench.summary import RunSummary
 from kvgraft.errors import ConfigError
 
 SETTINGS = LoadSettings(duration_s=0.5, requests=None, max_tokens=3, warmup=2, seed=0, give_up_s=5.0)
 WORKLOAD = ServeWorkload("pack", tuple(f"prompt {i}" for i in range(20)), None)
+
+
+def modes_of(target):
+    return {mode: Side(target, mode) for mode in ("off", "exact", "graft")}
 
 
 def run_of(mode, rate, *, ttft=100.0, stable=True):
@@ -44,9 +59,9 @@ def run_of(mode, rate, *, ttft=100.0, stable=True):
 
 
 def test_run_warms_up_then_measures_in_order(fake):
-    test = LoadTest(WORKLOAD, SETTINGS, GivenServer(fake.url))
+    test = LoadTest(WORKLOAD, SETTINGS, modes_of(GivenServer(fake.url)))
     calls = []
-    run = test.run("graft", 16.0, lambda: calls.append(1))
+    run = test.run("graft", Load(rate=16.0), lambda: calls.append(1))
     assert (run.mode, run.rate, run.planned, run.completed, len(calls)) == ("graft", 16.0, 8, 8, 8)
     assert sorted(body["prompt"] for body in fake.bodies[:2]) == ["prompt 0", "prompt 1"]
     assert [body["prompt"] for body in fake.bodies[2:]] == [f"prompt {i}" for i in range(2, 10)]
@@ -58,9 +73,9 @@ def test_run_warms_up_then_measures_in_order(fake):
 
 
 def test_every_run_on_a_given_server_has_a_salt_of_its_own(fake):
-    test = LoadTest(WORKLOAD, SETTINGS, GivenServer(fake.url.removeprefix("http://")))
-    test.run("off", 20.0)
-    test.run("graft", 20.0)
+    test = LoadTest(WORKLOAD, SETTINGS, modes_of(GivenServer(fake.url.removeprefix("http://"))))
+    test.run("off", Load(rate=20.0))
+    test.run("graft", Load(rate=20.0))
     assert len({body["cache_salt"] for body in fake.bodies}) == 2
 
 
@@ -73,9 +88,9 @@ def test_every_run_of_an_own_server_starts_one(fake, monkeypatch):
         yield fake
 
     monkeypatch.setattr("kvgraft.bench.serve.ServerProcess", process)
-    test = LoadTest(WORKLOAD, SETTINGS, OwnServer(["--model", "m"]))
-    test.run("off", 20.0)
-    test.run("exact", 20.0)
+    test = LoadTest(WORKLOAD, SETTINGS, modes_of(OwnServer(["--model", "m"])))
+    test.run("off", Load(rate=20.0))
+    test.run("exact", Load(rate=20.0))
     assert started == [("--model", "m")] * 2
     assert all("cache_salt" not in body for body in fake.bodies)
 
@@ -85,7 +100,7 @@ def test_requests_are_bounded_by_the_workload():
         settings = LoadSettings(
             **{"duration_s": 2.0, "requests": None, "max_tokens": 1, "warmup": 5, "seed": 0, "give_up_s": 1} | changes
         )
-        return LoadTest(WORKLOAD, settings, GivenServer("")).num_requests(rate)
+        return LoadTest(WORKLOAD, settings, modes_of(GivenServer(""))).num_requests(Load(rate=rate))
 
     assert [count(rate) for rate in (0.1, 2, 6, 100)] == [1, 4, 12, 15]
     assert count(2, requests=7) == 7
@@ -102,29 +117,59 @@ def test_prompts_that_do_not_fit_are_left_out_once_the_server_has_told_its_limit
         seen.append(served)
         return prompts.no_longer_than(served["max_model_len"], len)
 
-    test = LoadTest(workload, LoadSettings(1.0, 9, 3, 1, 0, 5.0), GivenServer(fake.url), fit)
-    assert test.run("off", 50.0).planned == 2
-    test.run("off", 50.0)
+    test = LoadTest(workload, LoadSettings(1.0, 9, 3, 1, 0, 5.0), modes_of(GivenServer(fake.url)), fit)
+    assert test.run("off", Load(rate=50.0)).planned == 2
+    test.run("off", Load(rate=50.0))
     assert (test.workload.skipped, test.workload.times) == (1, (1.0, 3.0, 4.0))
     assert seen == [{"id": "fake", "max_model_len": 6}]
     with pytest.raises(ConfigError, match="every prompt is longer than 2"):
         workload.no_longer_than(2, len)
 
 
+def test_clients_send_one_request_at_a_time(fake):
+    test = LoadTest(WORKLOAD, SETTINGS, modes_of(GivenServer(fake.url)))
+    run = test.run("off", Load(clients=4))
+    assert (run.clients, run.rate, run.planned, run.completed, run.kept_up) == (4, 0.0, 18, 18, 1.0)
+    assert run.gap_ms["p50"] >= 0.0
+    assert run.requests_per_s == pytest.approx(18 / run.seconds)
+
+
+def test_named_servers_are_asked_as_they_are_set_up_and_their_answers_compared(fake):
+    other = type(fake)(tokens=(" a", " b", " other"))
+    other.start()
+    try:
+        sides = {
+            "off": Side(GivenServer(fake.url)),
+            "own": Side(GivenServer(fake.url)),
+            "else": Side(GivenServer(other.url)),
+        }
+        test = LoadTest(WORKLOAD, SETTINGS, sides)
+        assert check_answers(test, 3) == {"own": AnswerCheck(3, 3), "else": AnswerCheck(0, 3)}
+        assert not any("kvgraft" in body for body in fake.bodies)
+        assert [body["prompt"] for body in fake.bodies] == [f"prompt {i}" for i in range(5)] * 2, (
+            "warm-up, then answers"
+        )
+        assert len({body["cache_salt"] for body in fake.bodies}) == 2
+        other.status = 500
+        assert check_answers(test, 2)["else"] == AnswerCheck(0, 0, "2 were not answered")
+    finally:
+        other.stop()
+
+
 def test_server_without_models_is_refused(fake):
     fake.models = ()
     with pytest.raises(ConfigError, match="no model"):
-        LoadTest(WORKLOAD, SETTINGS, GivenServer(fake.url)).run("off", 10.0)
+        LoadTest(WORKLOAD, SETTINGS, modes_of(GivenServer(fake.url))).run("off", Load(rate=10.0))
 
 
 def test_every_mode_runs_at_a_rate_before_the_next_and_a_lost_mode_stops():
     calls = []
 
-    def run(mode, rate):
-        calls.append((mode, rate))
-        return run_of(mode, rate, stable=mode == "graft" or rate < 2)
+    def run(mode, load):
+        calls.append((mode, load.rate))
+        return run_of(mode, load.rate, stable=mode == "graft" or load.rate < 2)
 
-    measure_rates(run, ["off", "graft"], [4.0, 1.0, 2.0, 2.0])
+    measure_loads(run, ["off", "graft"], [Load(rate=rate) for rate in (4.0, 1.0, 2.0, 2.0)])
     assert calls == [("off", 1), ("graft", 1), ("off", 2), ("graft", 2), ("graft", 4)]
 
 

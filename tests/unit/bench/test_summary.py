@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kvgraft.bench.client import TimedRequest
-from kvgraft.bench.load import LoadResult
+from kvgraft.bench.load import Load, LoadResult
 from kvgraft.bench.rates import RateSearch, default_slo_ms, sustained_rates
 from kvgraft.bench.summary import kept_up, percentiles, summarise
 
@@ -19,7 +19,7 @@ def exchange(at, ttft=0.1, tpot=0.01, tokens=11, **changes):
 
 def summary(exchanges, *, planned=None, gave_up=None, seconds=10.0, mode="off", rate=2.0, warm_up=()):
     result = LoadResult(tuple(exchanges), len(exchanges) if planned is None else planned, seconds, gave_up)
-    return summarise(mode, rate, result, seconds, warm_up)
+    return summarise(mode, Load(rate=rate), result, seconds, warm_up)
 
 
 def test_percentiles_of_known_values():
