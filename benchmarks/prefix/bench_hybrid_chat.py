@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.kv.hybrid_space import HybridKVSpace
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.prefix import RadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
@@ -79,9 +78,10 @@ def held_text(answers: dict[str, tuple[list[int], TurnBytes]]) -> str:
 def request_bytes(llm: LLM) -> int:
     """Bytes of the slots that running requests hold."""
     pool, space, num_tokens = llm.adapter.pool, llm.space, llm.usage().request
-    if not isinstance(space, HybridKVSpace):
+    windows = space.window_usage()
+    if windows is None:
         return num_tokens * pool.bytes_per_token
-    return num_tokens * pool.full_bytes_per_token + space.window_usage().request * pool.window.bytes_per_token
+    return num_tokens * pool.full_bytes_per_token + windows.request * pool.window.bytes_per_token
 
 
 def decode(llm: LLM, num_tokens: int, every: int, args: argparse.Namespace) -> list[dict[str, int]]:

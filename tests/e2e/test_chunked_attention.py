@@ -33,7 +33,7 @@ def _pages():
 
 
 def drop_windows(llm):
-    llm.space._release_forgotten(llm.space.prefix.evict(0, 10_000))
+    llm.space.release_forgotten(llm.space.prefix.evict(0, 10_000))
     llm.check()
 
 

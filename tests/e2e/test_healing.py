@@ -427,7 +427,7 @@ class TestNothingIsLeftBehind:
         steps = 0
         while llm.engine.heal_step():
             steps += 1
-            llm.space._release_forgotten(llm.space.prefix.evict(10_000))
+            llm.space.release_forgotten(llm.space.prefix.evict(10_000))
             assert steps < 200
         assert healer_of(llm).dropped["evicted"] == 1
         llm.check()
@@ -738,7 +738,7 @@ class TestPrefixesOnTheHost:
         llm.generate(words(990), ANSWER, "exact")  # takes the room
         assert manager.look(next(iter(healer._queue)).request).host_hit_len
         monkeypatch.setattr(healing.IdleHealer, "_is_hot", lambda healer, candidate: True)
-        monkeypatch.setattr(llm.space, "take_slots", lambda num_tokens: None)
+        monkeypatch.setattr(llm.space._tier, "load", lambda host_slots: None)
         before = healer.num_tokens
         assert llm.engine.heal_step()
         assert healer.num_tokens - before <= 40

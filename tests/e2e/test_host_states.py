@@ -9,10 +9,10 @@ from tests.support.families import families
 from tests.support.states import STATE_MODELS, ColdRuns
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.kv.host_tier import TieredStateKVSpace
 from kvgraft.engine.memory_use import MemoryUse
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import ConfigError, CorruptCacheError
+from kvgraft.memory import Owner
 from kvgraft.prefix import HierarchicalStateCache, RadixKey, StateRadixCache, register_radix_cache_backend
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
@@ -62,7 +62,6 @@ def converse(llm, rng, reuse="exact", turns=2, chats=3):
 @ALL
 def test_chats_that_take_turns_go_on_from_states_that_had_left(family, rng):
     llm = make_llm(family)
-    assert isinstance(llm.space, TieredStateKVSpace)
     assert isinstance(llm.space.prefix, HierarchicalStateCache)
     assert converse(llm, rng) == [0] * 3 + [50 + 3] * 3
     assert llm.space.num_loaded_tokens > 100
@@ -103,14 +102,15 @@ def test_what_was_loaded_back_is_what_a_cold_run_leaves(family, rng):
     llm.check()
 
 
-@pytest.mark.parametrize("tier", ["_tier", "_state_tier"])
+@pytest.mark.parametrize("of", ["tokens", "states"])
 @pytest.mark.parametrize("direction", ["store", "load"])
-def test_a_transfer_that_fails_is_a_counted_miss(tier, direction, rng, monkeypatch):
+def test_a_transfer_that_fails_is_a_counted_miss(of, direction, rng, monkeypatch):
     llm = make_llm()
     prompts = [random_prompt(rng, 50) for _ in range(3)]
     longer = np.concatenate([prompts[0], random_prompt(rng, 10)])
+    owner = llm.space if of == "tokens" else llm.space.layers
     with monkeypatch.context() as patched:
-        patched.setattr(getattr(llm.space, tier).slots, direction, fail)
+        patched.setattr(owner._tier.slots, direction, fail)
         for prompt in (*prompts, longer):
             report = ask(llm, prompt).report
         assert report.exact_tokens == 0
@@ -130,11 +130,11 @@ def test_requests_that_hold_the_states_leave_none_to_load_into(rng):
     prompt = random_prompt(rng, 50)
     ask(llm, prompt)
     key = RadixKey(prompt, llm.engine.builder.build(prompt).namespace.key)
-    llm.space._release_forgotten(llm.space.prefix.evict(1_000))
-    hoarded = [llm.space.take_state() for _ in range(llm.space.states.num_slots - 1)]
+    llm.space.release_forgotten(llm.space.prefix.evict(1_000))
+    hoarded = llm.space.layers.allocate(llm.adapter.states.num_states - 1)
     match = llm.space.match(key)
     assert (match.prefix_len, match.host_hit_len) == (0, 49)
-    llm.space.give_states_back(hoarded)
+    llm.space.layers.allocator.release(hoarded, Owner.REQUEST)
     match = llm.space.match(key)
     assert (match.prefix_len, match.host_hit_len) == (49, 0)
     llm.check()
@@ -160,7 +160,7 @@ def test_bytes_of_both_are_told(rng):
 def test_lost_host_slots_of_states_are_noticed(rng):
     llm = make_llm()
     converse(llm, rng, turns=1)
-    llm.space._state_tier.slots.store(np.arange(1))
+    llm.space.layers._tier.slots.store(np.arange(1))
     with pytest.raises(CorruptCacheError, match="host slots of states"):
         llm.check()
 

@@ -9,8 +9,8 @@ from tests.engine_runs import SMALL
 from tests.support.families import families
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.kv.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.layer_slots import LayerSlots
+from kvgraft.engine.kv.sliding_windows import SlidingWindows
 from kvgraft.engine.model import slot_plan
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.errors import CapacityError, ConfigError
@@ -69,9 +69,9 @@ def random_prompt(rng, length):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrid_model_gets_window_slots_and_the_hybrid_tree(family):
     llm = make_llm(family)
-    assert isinstance(llm.space, HybridKVSpace)
+    assert isinstance(llm.space.layers, SlidingWindows)
     assert isinstance(llm.space.prefix, SWARadixCache)
-    assert llm.space.window_kind == (ChunkedWindow if family == "llama4_text" else SlidingWindow)(WINDOW)
+    assert llm.space.prefix.window == (ChunkedWindow if family == "llama4_text" else SlidingWindow)(WINDOW)
     assert llm.adapter.pool.num_window_slots < llm.adapter.pool.num_slots
     is_all_swa = family == "mistral"
     assert (llm.adapter.pool.full is None) is is_all_swa
@@ -80,12 +80,12 @@ def test_hybrid_model_gets_window_slots_and_the_hybrid_tree(family):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_model_without_windows_keeps_one_space(family):
     llm = make_llm(family)
-    assert type(llm.space) is KVSpace
+    assert type(llm.space.layers) is LayerSlots
     assert type(llm.space.prefix) is RadixCache
 
 
 def test_windows_as_long_as_the_pool_keep_one_space():
-    assert type(make_llm(num_slots=100).space) is KVSpace
+    assert type(make_llm(num_slots=100).space.layers) is LayerSlots
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -165,7 +165,7 @@ def test_prefix_whose_windows_were_partly_evicted_is_exact(family, evicted, rng)
     llm = make_llm(family)
     prompt = random_prompt(rng, 200)
     llm.generate(prompt, GREEDY, "exact")
-    llm.space._release_forgotten(llm.space.prefix.evict(0, evicted))
+    llm.space.release_forgotten(llm.space.prefix.evict(0, evicted))
     llm.check()
     longer = np.concatenate([prompt, random_prompt(rng, 30)])
     for target in (prompt[:120], longer):
@@ -197,7 +197,7 @@ def test_hybrid_chat_holds_less_than_one_on_a_full_cache(share, most, rng, monke
     monkeypatch.setattr(slot_plan, "_MAX_WINDOW_SHARE", share)
     register_radix_cache_backend("full", lambda context: RadixCache(context.page_size))
     hybrid, full = make_llm(max_running=1), make_llm(radix_cache_backend="full")
-    assert type(full.space) is KVSpace
+    assert type(full.space.layers) is LayerSlots
     history = random_prompt(rng, 60)
     for _ in range(5):
         outputs = [llm.generate(history, SamplingParams(80, ignore_eos=True), "exact")[0] for llm in (hybrid, full)]
@@ -349,8 +349,8 @@ def test_failed_capture_is_a_counted_miss(rng, few_windows, monkeypatch, caplog)
     def broken(*_):
         raise RuntimeError("no copy today")
 
-    monkeypatch.setattr(llm.space, "export_windows", broken)
-    monkeypatch.setattr(llm.space, "capture", broken)
+    monkeypatch.setattr(llm.adapter.pool, "export_windows", broken)
+    monkeypatch.setattr(llm.space, "copy_to_host", broken)
     output = llm.generate(prompt, GREEDY)[0]
     assert_greedy(llm, prompt, output.token_ids, 8)
     assert llm.num_errors > 0
@@ -407,7 +407,7 @@ def test_prefix_cache_that_knows_no_windows_keeps_one_space(rng):
     register_radix_cache_backend("plain", lambda context: RadixCache(context.page_size))
     llm = make_llm(radix_cache_backend="plain")
     prompt = random_prompt(rng, 100)
-    assert type(llm.space) is KVSpace
+    assert type(llm.space.layers) is LayerSlots
     assert_greedy(llm, prompt, llm.generate(prompt, GREEDY, "exact")[0].token_ids, 8)
 
 

@@ -93,7 +93,7 @@ def test_windows_of_text_that_goes_on_heal_no_exact_prefix(cut, rng):
     submit(engine, np.concatenate([text[:start], random_prompt(rng, 5)]), 1, "exact")  # uses what lies before
     key = RadixKey(text, active.request.namespace.key)
     while prefix.look(key).prefix_len >= exact_len:
-        engine.space._release_forgotten(prefix.evict(0, 1))
+        engine.space.release_forgotten(prefix.evict(0, 1))
     last = run_to_end(engine)
     assert last[active.request.request_id].report.continued_tokens
     assert_kept_is_exact(engine, [*outputs.values(), *last.values()])
@@ -253,7 +253,7 @@ def test_an_exact_answer_that_begins_again_goes_on_from_no_copies(rng):
     engine.scheduler.preempt(active)
     for donor in list(space.donors):
         space.remove_donor(donor.donor_id)
-    space._release_forgotten(space.prefix.evict(1_500))
+    space.release_forgotten(space.prefix.evict(1_500))
     engine.scheduler.waiting.remove(active)
     submit(engine, document, 1)
     run_to_end(engine)

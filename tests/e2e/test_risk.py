@@ -354,7 +354,7 @@ class TestAudit:
         for name in ("shifted", "continued")[: 1 + is_held]:
             while controller.notch(name):
                 controller.audit(name, controller.notch(name), 1.0, AnswerPart.WHOLE)
-        space._release_forgotten(space.prefix.evict(4_000))
+        space.release_forgotten(space.prefix.evict(4_000))
         report = llm.generate(np.concatenate([prompt, rng.integers(3, VOCABULARY, 30)]), ANSWER)[0].report
         assert (report.shifted_tokens, bool(report.continued_tokens)) == (0, not is_held)
         assert llm.audit() == (not is_held)

@@ -10,7 +10,7 @@ from tests.support.families import families
 from tests.support.states import STATE_MODELS, ColdRuns, assert_close
 
 from kvgraft.engine import LLM, SamplingParams
-from kvgraft.engine.kv.state_space import StateKVSpace
+from kvgraft.engine.kv.running_states import RunningStates
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.snapshot import EngineSnapshot
 from kvgraft.errors import CapacityError, ConfigError
@@ -89,7 +89,7 @@ def assert_idle(llm):
 @ALL
 def test_model_gets_states_and_the_tree_that_records_them(family):
     llm = make_llm(family)
-    assert isinstance(llm.space, StateKVSpace)
+    assert isinstance(llm.space.layers, RunningStates)
     assert isinstance(llm.space.prefix, StateRadixCache)
     assert llm.space.state_usage().free == llm.adapter.states.num_states >= 8
     assert "state" in llm.graft_refusal
@@ -320,31 +320,31 @@ def test_few_states_are_shared_and_requests_wait_for_them(family, rng):
     """As many as the plan allows at least: two requests run, the others wait, and answers are what they are."""
     llm = make_llm(family)
     space = llm.space
-    hoarded = space.states.allocate(space.states.num_slots - 4)
+    hoarded = space.layers.allocator.allocate(space.layers.allocator.num_slots - 4)
     prompts = [random_prompt(rng, length) for length in (30, 61, 90, 45, 70, 50)]
     streams = [llm.stream(prompt, SamplingParams(20, ignore_eos=True), "exact") for prompt in prompts]
     tokens = [[part.token_id for part in stream] for stream in streams]
     for prompt, own in zip(prompts, tokens, strict=True):
         assert_greedy(llm, prompt, own)
-    space.states.release(hoarded, Owner.REQUEST)
+    space.layers.allocator.release(hoarded, Owner.REQUEST)
     assert_idle(llm)
 
 
 @TWO
 def test_least_valuable_states_leave_where_there_is_no_room(family, rng):
     llm = make_llm(family)
-    hoarded = llm.space.states.allocate(llm.space.states.num_slots - 5)
+    hoarded = llm.space.layers.allocator.allocate(llm.space.layers.allocator.num_slots - 5)
     for _ in range(6):
         llm.generate(random_prompt(rng, 60), GREEDY, "exact")
         llm.space.check()
     assert llm.space.state_usage().cached <= 5
-    llm.space.states.release(hoarded, Owner.REQUEST)
+    llm.space.layers.allocator.release(hoarded, Owner.REQUEST)
     assert_idle(llm)
 
 
 def test_probe_of_states_says_when_there_are_none(rng):
     llm = make_llm()
-    llm.space.states.allocate(llm.space.states.num_slots)
+    llm.space.layers.allocator.allocate(llm.space.layers.allocator.num_slots)
     with pytest.raises(CapacityError, match="states"):
         llm.score(random_prompt(rng, 20), [3])
     assert llm.usage().request == 0

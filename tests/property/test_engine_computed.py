@@ -55,11 +55,11 @@ class PoisonedSlots:
         if not isinstance(pool, HybridSlotPool):
             self.watch(space.allocator, partial(self.poison, pool))
         else:
-            self.watch(space.windows, partial(self.poison, pool.window))
+            self.watch(space.layers.allocator, partial(self.poison, pool.window))
             if pool.full is not None:
                 self.watch(space.allocator, partial(self.poison, pool.full))
         if self.adapter.states is not None:
-            self.watch(space.states, self.poison_states)
+            self.watch(space.layers.allocator, self.poison_states)
         self.forward, self.adapter.forward = self.adapter.forward, self.checked
 
     def watch(self, allocator, poison):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from kvgraft.engine.kv.state_space import StateKVSpace
+    from kvgraft.engine.kv.kv_space import KVSpace
     from kvgraft.types import Namespace, TokenArray
 
 TOLERANCE = 1e-3
@@ -40,7 +40,7 @@ class ColdRuns:
         self.adapter.forward([SequenceRows(token_ids, positions, positions, state=0)])
 
     def assert_prefix_is_exact(
-        self, adapter: TransformersAdapter, space: StateKVSpace, namespace: Namespace, token_ids: TokenArray
+        self, adapter: TransformersAdapter, space: KVSpace, namespace: Namespace, token_ids: TokenArray
     ) -> int:
         """Assert that what is stored of a text's beginning is what a cold run leaves; returns its length."""
         match = space.match(RadixKey(token_ids, namespace.key))

@@ -1,4 +1,4 @@
-"""Build the parts of an engine that suit its model: one space of slots, two, or one and states, and their managers."""
+"""Build the parts of an engine that suit its model: slots of tokens, of windows or of states, and their managers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING
 from kvgraft.config import EngineConfig, quoted, variables
 from kvgraft.engine.kv.build_context import tree_cache_context
 from kvgraft.engine.kv.cache_manager import CacheManager
-from kvgraft.engine.kv.host_tier import (
-    WRITE_POLICY,
-    HostTier,
-    TieredKVSpace,
-    TieredStateKVSpace,
-    state_tiers,
-    token_tier,
-)
-from kvgraft.engine.kv.hybrid_space import HybridKVSpace
+from kvgraft.engine.kv.host_tier import WRITE_POLICY, state_tiers, tiers_of, token_tier
 from kvgraft.engine.kv.kv_space import KVSpace
 from kvgraft.engine.kv.layer_slots import LayerSlots
 from kvgraft.engine.kv.planning import Planner
 from kvgraft.engine.kv.request_donors import HostDonors, NoDonors, RequestDonors, SlotDonors
 from kvgraft.engine.kv.running_states import RunningStates
 from kvgraft.engine.kv.sliding_windows import SlidingWindows
-from kvgraft.engine.kv.state_space import StateKVSpace
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.slot_plan import SlotPlan, running_states
@@ -51,7 +42,6 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.risk import HeldRisk
     from kvgraft.events import EventLog
-    from kvgraft.memory import StatePool
     from kvgraft.prefix import TreeCacheBuildContext
     from kvgraft.reuse.substitute import Substitutes
     from kvgraft.semantic import DonorProposer
@@ -230,26 +220,28 @@ def cache_manager(
     Raises:
         ConfigError: The books of donors do not fit into memory, or there is no such store or semantic provider.
     """
-    sizes = {"host_bytes": config.host_bytes, "donor_tokens": config.donor_tokens, "min_run": config.min_run}
-    rules = partial(DonorRules, min_run=config.min_run, max_generation=config.max_generation)
-    space: KVSpace
-    slots: LayerSlots
+    tier, state_tier = tiers_of(prefix)
+    layers: LayerSlots
     request_donors: RequestDonors
     try:
+        space = KVSpace(
+            adapter.pool,
+            prefix,
+            host_bytes=config.host_bytes,
+            donor_tokens=config.donor_tokens,
+            min_run=config.min_run,
+            tier=tier,
+        )
+        rules = DonorRules(space.donors, min_run=config.min_run, max_generation=config.max_generation)
         if isinstance(adapter.pool, HybridSlotPool):
-            assert isinstance(prefix, SWARadixCache), "window slots are planned for a prefix cache that knows them"
-            hybrid = space = HybridKVSpace(adapter.pool, prefix, **sizes)
-            slots = sliding = SlidingWindows(hybrid)
-            request_donors = HostDonors(hybrid, rules(space.donors), sliding)
+            layers = windows = SlidingWindows(space, adapter.pool)
+            request_donors = HostDonors(space, rules, windows)
         elif adapter.states is not None:
-            assert isinstance(prefix, StateRadixCache), "states are planned for a prefix cache that knows them"
-            space = with_states = _space_with_states(adapter.pool, adapter.states, prefix, sizes)
             most_running = running_states(adapter.states.num_states, config.max_running)
-            slots = RunningStates(with_states, adapter.states, BranchingPoints(), max_running=most_running)
-            request_donors = NoDonors(space, rules(space.donors))
+            layers = RunningStates(space, adapter.states, BranchingPoints(), max_running=most_running, tier=state_tier)
+            request_donors = NoDonors(space, rules)
         else:
-            space, slots = _one_space(adapter.pool, prefix, sizes), LayerSlots()
-            request_donors = SlotDonors(space, rules(space.donors))
+            layers, request_donors = LayerSlots(space), SlotDonors(space, rules)
     except ConfigError:  # a ValueError as well; it says more than we could here
         raise
     except (MemoryError, ValueError, OverflowError) as error:
@@ -269,7 +261,7 @@ def cache_manager(
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = _substitutes(config, loaded)
     planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
-    return CacheManager(adapter, space, slots, request_donors, planner)
+    return CacheManager(adapter, space, layers, request_donors, planner)
 
 
 def _substitutes(config: EngineConfig, loaded: LoadedModel) -> Substitutes | None:
@@ -279,19 +271,3 @@ def _substitutes(config: EngineConfig, loaded: LoadedModel) -> Substitutes | Non
     from kvgraft.reuse.substitute import Substitutes
 
     return Substitutes.configured(config, loaded)
-
-
-def _one_space(pool: SlotPool, prefix: PrefixCache, sizes: dict[str, int]) -> KVSpace:
-    if isinstance(prefix, HierarchicalRadixCache) and isinstance(prefix.transfer, HostTier):
-        return TieredKVSpace(pool, prefix, prefix.transfer, **sizes)
-    return KVSpace(pool, prefix, **sizes)
-
-
-def _space_with_states(
-    pool: SlotPool, states: StatePool, prefix: StateRadixCache, sizes: dict[str, int]
-) -> StateKVSpace:
-    if isinstance(prefix, HierarchicalStateCache):
-        tiers = (prefix.transfer, prefix.state_transfer)
-        if isinstance(tiers[0], HostTier) and isinstance(tiers[1], HostTier):
-            return TieredStateKVSpace(pool, states, prefix, (tiers[0], tiers[1]), **sizes)
-    return StateKVSpace(pool, states, prefix, **sizes)

@@ -157,7 +157,6 @@ class CacheManager:
     def rebuild(self) -> None:
         """Begin anew with everything empty, without a look at what may be half changed; see `KVSpace.rebuild`."""
         self.space.rebuild()
-        self._layers.rebuild()
 
     def look(self, request: Request) -> StoredLength:
         """Return how much of the request's prompt the prefix cache has, its last token included; nothing where it fails.

@@ -3,7 +3,9 @@
 Running requests, the prefix cache and donors may hold a slot; the allocator counts references of each. When slots run
 out, prefixes go first as their policy says, then the least valuable donors move to host memory, then they are dropped, or
 lie in a store alone if one has them (`StoreTier`). What is kept for sessions goes last. Using a donor uses its
-prefix, too.
+prefix, too. Prefixes live on in host memory where there is a tier for them (`HostTier`), and come back on a match.
+
+Layers that have slots of their own are a part of the space (`LayerSlots`), and the prefix cache knows these slots, too.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import numpy as np
 
 from kvgraft.donors import Donor, DonorCatalogue
 from kvgraft.engine.kv.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
+from kvgraft.engine.kv.layer_books import LayerBooks
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
-from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
+from kvgraft.memory import HostKVStore, HybridSlotPool, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
-from kvgraft.prefix import EvictResult
+from kvgraft.prefix import EvictResult, HierarchicalRadixCache, HierarchicalStateCache
 from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.token_key import RadixKey
@@ -31,11 +34,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import DonorText
+    from kvgraft.engine.kv.host_tier import HostTier
     from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.executor import KVSource
-    from kvgraft.memory import HybridSlotPool, KVBlock, SlotUsage, StoreKey
+    from kvgraft.memory import KVBlock, SlotUsage, StoreKey
     from kvgraft.prefix import MatchResult, PrefixCache, PrefixHandle
     from kvgraft.types import DonorId, Match
 
@@ -81,15 +85,18 @@ class KVSpace(Soundness):
         - The prefix cache's slots, and the tails kept for sessions, are exactly those with CACHE references: exact prefixes,
           and under other names, which share their slots, what requests go on from.
         - Donors' slots are exactly those with a DONOR reference.
-        - A donor's K/V lie in slots, in the host store, which holds nothing else, or in a store alone.
+        - A donor's K/V lie in slots, in the host store, or in a store alone. The host store holds nothing else but what
+          layers with slots of their own have put there for donors to come.
+        - A slot of a host tier is free or holds a token of the prefix cache.
+        - Those of `layers`.
 
     Attributes:
+        layers: Those that have slots of their own.
         stores: Stores that K/V go to after host memory; None without any.
+        num_loaded_tokens: Tokens of prefixes that came back from host memory.
     """
 
     stores: StoreTier | None = None
-    _keeps_tails = True
-    """Sessions keep tokens that fill no page of the prefix cache."""
 
     def __init__(
         self,
@@ -99,7 +106,18 @@ class KVSpace(Soundness):
         host_bytes: int,
         donor_tokens: int,
         min_run: int,
+        tier: HostTier | None = None,
     ) -> None:
+        """Begin with all slots free.
+
+        Args:
+            pool: The bytes.
+            prefix: Decides which prefixes stay; one of two tiers if `tier` is given.
+            host_bytes: Of donors in host memory.
+            donor_tokens: Of donors in all tiers.
+            min_run: Tokens of the shortest run that is found in a donor.
+            tier: Where prefixes live on that leave the device; None where they are gone then.
+        """
         self.pool = pool
         self.allocator = SlotAllocator(pool.num_slots)
         self.prefix = prefix
@@ -108,6 +126,15 @@ class KVSpace(Soundness):
         self.kept = KeptPrefixes(pool.num_slots)
         self.num_spilled = 0
         self.num_dropped = 0
+        self.num_loaded_tokens = 0
+        self.layers = LayerBooks(prefix)
+        self._tier = tier
+        self._tiered: HierarchicalRadixCache | HierarchicalStateCache | None = None
+        if tier is not None:
+            assert isinstance(prefix, HierarchicalRadixCache | HierarchicalStateCache), "a cache of two tiers"
+            self._tiered = prefix
+            tier.serve(self.allocator, self.allocate)
+        self._num_known_failures = 0
         self._num_uncopied = 0
         self._num_unheard = 0
         self._epoch = 0
@@ -121,40 +148,59 @@ class KVSpace(Soundness):
     @property
     def prefix_host_tokens(self) -> int:
         """Tokens of prefixes with a copy in host memory."""
-        return 0
+        return 0 if self._tiered is None else self._tiered.host_size
 
     @property
     def prefix_host_bytes(self) -> int:
         """Bytes of what exact prefixes have in host memory."""
-        return self.prefix_host_tokens * self.pool.bytes_per_token
+        return self.prefix_host_tokens * self.pool.bytes_per_token + self.layers.prefix_host_bytes
 
     @property
     def num_errors(self) -> int:
-        """Failures in here that became misses: copies to the host, and calls of a prefix cache of another package."""
-        return self._num_uncopied + self._num_unheard
+        """Failures in here that became misses: copies to the host and back, and calls of another package's prefix cache."""
+        return self._num_uncopied + self._num_unheard + self._num_failed_transfers
+
+    @property
+    def _num_failed_transfers(self) -> int:
+        return 0 if self._tiered is None else self._tiered.num_failed_transfers
+
+    @property
+    def is_doubtful(self) -> bool:
+        """See `Soundness.is_doubtful`; a transfer that failed may have left host slots that neither side counts."""
+        return super().is_doubtful or self._num_failed_transfers > self._num_known_failures
+
+    def trust(self) -> None:
+        """See `Soundness.trust`."""
+        super().trust()
+        self._num_known_failures = self._num_failed_transfers
 
     def usage(self) -> SlotUsage:
         """Count slots that are free, or held by requests, prefixes and donors."""
         return self.allocator.usage()
 
     def window_usage(self) -> SlotUsage | None:
-        """Slots of window layers by holder, where these have slots of their own."""
-        return None
+        """See `LayerBooks.window_usage`."""
+        return self.layers.window_usage()
 
     def state_usage(self) -> SlotUsage | None:
-        """States by holder, where layers keep states."""
-        return None
+        """See `LayerBooks.state_usage`."""
+        return self.layers.state_usage()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of K/V on the device that requests, the prefix cache or donors hold."""
+        """Bytes of K/V and states on the device that requests, the prefix cache or donors hold."""
         usage = self.usage()
-        return (usage.total - usage.free) * self.pool.bytes_per_token
+        return (usage.total - usage.free) * self._bytes_per_slot + self.layers.held_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes of all that is allocated on the device for K/V."""
-        return self.pool.num_bytes
+        """Bytes of all that is allocated on the device for K/V and states."""
+        return self.allocator.num_slots * self._bytes_per_slot + self.layers.limit_bytes
+
+    @property
+    def _bytes_per_slot(self) -> int:
+        pool = self.pool
+        return pool.full_bytes_per_token if isinstance(pool, HybridSlotPool) else pool.bytes_per_token
 
     @property
     def available(self) -> int:
@@ -193,7 +239,19 @@ class KVSpace(Soundness):
         return "host" if isinstance(donor.kv, HostDonorKV) else "device"
 
     def match(self, key: RadixKey) -> MatchResult:
-        """Find the longest stored prefix of `key`; lock it before anything may evict."""
+        """Find the longest stored prefix of `key`, and bring what lies on the host to the device; lock it at once.
+
+        Where that fails the match is the part on the device. A request without room for its prefix has none for its
+        prompt either, so nothing is gained by bringing back a part.
+        """
+        self.layers.cut(key)
+        match = self.prefix.match_prefix(key)
+        # The part on the device stays, so its slots are no room: without this a hopeless load would evict all the others.
+        if self._tiered is None or not 0 < match.host_hit_len <= self.available - match.prefix_len:
+            return match
+        loaded = self._tiered.load_back(match)
+        self.release_forgotten(EvictResult(loaded.freed, state_freed=loaded.state_freed))
+        self.num_loaded_tokens += loaded.prefix_len - match.prefix_len
         return self.prefix.match_prefix(key)
 
     def longest_continuation(self, keys: Iterable[tuple[int, RadixKey]]) -> StoredContinuation | None:
@@ -213,21 +271,23 @@ class KVSpace(Soundness):
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        layers: WindowRow | StateRow | None,
+        row: WindowRow | StateRow | None,
         *,
         priority: int = 0,
         counted_len: int = 0,
     ) -> None:
         """Give the prefix cache the K/V of `key`, in whole pages; the request goes on holding its slots, too.
 
+        Of layers that keep states it takes over those that were recorded, and nothing is stored beyond the last of them.
+
         Args:
             key: Tokens and namespace.
             slots: Slot of each.
-            layers: The request's slots of layers that have slots of their own; None where there are no such layers.
+            row: The request's slots of layers that have slots of their own; None where there are no such layers.
             priority: Of the request.
             counted_len: Tokens that the request has stored before, which count as used once.
         """
-        result = self.prefix.insert(key, slots, priority=priority, counted_len=counted_len)
+        result = self.layers.insert(key, slots, row, priority=priority, counted_len=counted_len)
         taken = slots[result.prefix_len : result.total_len]
         self.allocator.retain(taken, Owner.CACHE)
         # A turn begins with its session's tail. Where it is aborted after this, a page of the cache's has the tail, and a
@@ -241,7 +301,7 @@ class KVSpace(Soundness):
         try:
             return PrefixLock(receipt, self._epoch)
         except BaseException:
-            self._release_forgotten(self.prefix.dec_lock_ref(receipt))
+            self.release_forgotten(self.prefix.dec_lock_ref(receipt))
             raise
 
     def unlock(self, lock: PrefixLock) -> None:
@@ -257,7 +317,7 @@ class KVSpace(Soundness):
                 self._unreturned.append(lock)
             logger.exception("the prefix cache does not take a lock back; its prefix stays for now")
             return
-        self._release_forgotten(forgotten)
+        self.release_forgotten(forgotten)
 
     def keep(self, name: Hashable, key: RadixKey, slots: NDArray[np.int64]) -> None:
         """Keep the K/V of `key` from eviction under `name`, instead of what was kept there before.
@@ -274,19 +334,20 @@ class KVSpace(Soundness):
             return
         match = self.match(key)
         lock = self.lock(match.handle)
-        tail = slots[match.prefix_len :] if self._keeps_tails else slots[:0]
+        tail = slots[match.prefix_len :] if self.layers.keeps_tails else slots[:0]
         self.allocator.retain(tail, Owner.CACHE)
         own = RadixKey(key.token_ids[: match.prefix_len + len(tail)].copy(), key.extra_key, key.cache_salt)
         held = np.concatenate([match.kv_indices, tail])
         self.kept.add(name, KeptPrefix(own, held, match.prefix_len, lock))
         while self.kept.num_slots > self.kept.max_slots:
-            self._let_oldest_go()
+            self.let_oldest_go()
 
     def let_go(self, name: Hashable) -> None:
         """Keep nothing under `name`; the prefix cache still has it until room is needed."""
         self._release_kept(self.kept.pop(name))
 
-    def _let_oldest_go(self) -> bool:
+    def let_oldest_go(self) -> bool:
+        """Keep nothing for the session that has lain longest; False if nothing is kept."""
         return self._release_kept(self.kept.pop_oldest())
 
     def _release_kept(self, kept: KeptPrefix | None) -> bool:
@@ -296,6 +357,21 @@ class KVSpace(Soundness):
         if len(kept.tail):
             self.allocator.release(kept.tail, Owner.CACHE)
         return True
+
+    def add_host_donor(self, text: DonorText, export: Callable[[], KVBlock]) -> DonorId | None:
+        """Register text as a donor whose K/V `export` copies to the host; None if it cannot be kept there.
+
+        Less valuable donors leave for it.
+        """
+        num_tokens = len(text.token_ids)
+        if not self.make_host_room(num_tokens * self.pool.bytes_per_token):
+            logger.debug("text of %d tokens does not become a donor: host_bytes is too small", num_tokens)
+            return None
+        donor_id = self._add_to_catalogue(text, HostDonorKV())
+        if donor_id is not None and self.copy_to_host(donor_id, export) is None:
+            self.donors.remove(donor_id)
+            return None
+        return donor_id
 
     def add_donor(self, text: DonorText, slots: NDArray[np.int64]) -> DonorId | None:
         """Register text whose K/V lie in `slots` as a donor; None if it is too short or the catalogue cannot take it."""
@@ -341,9 +417,9 @@ class KVSpace(Soundness):
         """Forget all prefixes and donors, those kept for sessions, too; running requests keep their slots."""
         self._epoch += 1  # locks of before hold nothing any more
         self._unreturned.clear()
-        while self._let_oldest_go():
+        while self.let_oldest_go():
             pass
-        self.allocator.release_each(self.prefix.reset(), Owner.CACHE)
+        self.release_forgotten(self.layers.forget_all())
         for donor in self.donors.reset():
             self._forget_kv(donor)
 
@@ -351,6 +427,9 @@ class KVSpace(Soundness):
         """Begin anew with everything empty, without a look at what may be half changed. Requests hold nothing any more."""
         self._epoch += 1  # locks of before hold nothing any more
         self._unreturned.clear()
+        if self._tier is not None:
+            self._tier.slots.rebuild()
+        self.layers.rebuild()
         self.allocator.rebuild()
         self.prefix.rebuild()
         self.kept.rebuild()
@@ -360,12 +439,12 @@ class KVSpace(Soundness):
     def _make_room(self, num_tokens: int) -> None:
         while (shortage := num_tokens - self.allocator.free_size) > 0:
             evicted = self._evicted(shortage)
-            self._release_forgotten(evicted)
+            self.release_forgotten(evicted)
             if self.allocator.free_size >= num_tokens:
                 return
             if self._spill_donor(if_need_be=False) or len(evicted.freed):
                 continue
-            if not self._let_oldest_go() and not self._spill_donor(if_need_be=True):
+            if not self.let_oldest_go() and not self._spill_donor(if_need_be=True):
                 raise self._shortage(num_tokens)
 
     def _evicted(self, num_tokens: int) -> EvictResult:
@@ -378,9 +457,10 @@ class KVSpace(Soundness):
             logger.exception("the prefix cache cannot evict; room is made elsewhere")
             return EvictResult(np.empty(0, np.int64))
 
-    def _release_forgotten(self, result: EvictResult) -> None:
+    def release_forgotten(self, result: EvictResult) -> None:
         """Take back slots that the prefix cache has forgotten."""
         self.allocator.release_each(result.freed, Owner.CACHE)
+        self.layers.release_forgotten(result)
 
     def _shortage(self, num_tokens: int) -> CapacityError:
         return CapacityError(
@@ -504,6 +584,9 @@ class KVSpace(Soundness):
         cached = self.prefix.total_size + self.kept.num_tail_slots
         if distinct != self.allocator.num_held(Owner.DONOR) or cached != self.allocator.num_references(Owner.CACHE):
             raise CorruptCacheError("donors or prefixes and the allocator disagree about who holds which slots")
+        self.layers.check()
+        if self._tier is not None and self._tiered is not None:
+            self._tier.check(self._tiered.host_size, "tokens")
 
     def check_held(self, locks: Iterable[PrefixLock], num_pins: int) -> None:
         """Verify that locks and pins are those of requests, which are given, and of sessions.
@@ -541,7 +624,7 @@ class KVSpace(Soundness):
             except Exception:  # noqa: BLE001 - it was logged when it failed first
                 return False
             self._unreturned.pop()
-            self._release_forgotten(forgotten)
+            self.release_forgotten(forgotten)
         return True
 
     def _num_locks(self, locks: Iterable[PrefixLock]) -> int:
@@ -551,4 +634,5 @@ class KVSpace(Soundness):
 
     def _host_keys(self) -> set[StoreKey]:
         """Return the keys of the blocks that belong in the host store."""
-        return {donor.donor_id for donor in self.donors if isinstance(donor.kv, HostDonorKV)}
+        donors = (donor.donor_id for donor in self.donors if isinstance(donor.kv, HostDonorKV))
+        return {*donors, *self.layers.host_keys}

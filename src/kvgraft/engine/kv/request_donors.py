@@ -15,6 +15,7 @@ import numpy as np
 
 from kvgraft.donors import DonorQuery, DonorText
 from kvgraft.engine.kv.kv_space import HostDonorKV
+from kvgraft.memory import KVBlock
 from kvgraft.reuse.lineage import ComputedRun
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvgraft.donors import Donor
-    from kvgraft.engine.kv.hybrid_space import HybridKVSpace
     from kvgraft.engine.kv.kv_space import KVSpace
     from kvgraft.engine.kv.request_kv import RequestKV
     from kvgraft.engine.kv.sliding_windows import SlidingWindows
@@ -190,9 +190,8 @@ class HostDonors(RequestDonors):
     A stretch without captured window K/V, for want of host memory, is left out.
     """
 
-    def __init__(self, space: HybridKVSpace, rules: DonorRules, windows: SlidingWindows) -> None:
+    def __init__(self, space: KVSpace, rules: DonorRules, windows: SlidingWindows) -> None:
         super().__init__(space, rules)
-        self._hybrid = space
         self._windows = windows
 
     def register(self, kv: RequestKV, token_ids: TokenArray) -> None:
@@ -226,8 +225,20 @@ class HostDonors(RequestDonors):
         return [donor_id for donor_id in joined if donor_id is not None]
 
     def _joined(self, parts: Sequence[Donor]) -> DonorId | None:
-        whole = DonorText.joined(parts)
-        return self._add_donor(whole, lambda: self._hybrid.join_host_donors(parts, whole))
+        """Make one donor of several, which are gone in either case; what they have saved counts for the whole."""
+        whole, space = DonorText.joined(parts), self._space
+
+        def add() -> DonorId | None:
+            block = KVBlock.join([space.host.get(part.donor_id, 0, part.num_tokens) for part in parts])
+            saved = sum(space.donors.saved_tokens(part.donor_id) for part in parts)
+            for part in parts:
+                space.remove_donor(part.donor_id)
+            donor_id = space.add_host_donor(whole, lambda: block)
+            if donor_id is not None:
+                space.donors.record_hit(donor_id, saved)
+            return donor_id
+
+        return self._add_donor(whole, add)
 
     def _add(self, kv: RequestKV, token_ids: TokenArray, run: ComputedRun) -> None:
         """Register the parts of a run with windows that are known."""
@@ -236,6 +247,7 @@ class HostDonors(RequestDonors):
             if not self._rules.admits(block.num_tokens, run.generation):
                 continue
             text, slots = DonorText.of_run(kv.namespace, token_ids, part), kv.kv_indices[part.start : part.stop]
-            donor_id = self._add_donor(text, partial(self._hybrid.add_host_donor, text, slots, block))
+            export = partial(self._windows.pool.export, slots, block)
+            donor_id = self._add_donor(text, partial(self._space.add_host_donor, text, export))
             if donor_id is not None:
                 kv.made.append(donor_id)

@@ -1,5 +1,9 @@
 """States of requests: one that their rows advance, and those that are recorded for others on the way.
 
+A state is what layers that keep one hold after a number of tokens, large or small: the sum of a text, which no part of it can
+be taken from and nothing can be put into. So it is recorded whole, for the prefix of exactly its tokens, and never moved:
+nothing is a donor here.
+
 A running state has read exactly the positions that were computed, in order. It begins as a copy of the state at the end of
 the request's exact prefix, or empty, so that no state that others read is ever written to. What is recorded of a prompt
 is copied by the pass whose rows reach it. A request that ends gives its running state itself.
@@ -21,47 +25,149 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.kv.layer_slots import LayerSlots
+import numpy as np
+
+from kvgraft.engine.kv.layer_slots import OwnSlots
 from kvgraft.engine.kv.state_row import StateRow
-from kvgraft.errors import CapacityError
-from kvgraft.prefix import RecordingPrompt, StateMatchResult
+from kvgraft.errors import CapacityError, CorruptCacheError
+from kvgraft.memory import Owner
+from kvgraft.prefix import HierarchicalStateCache, RecordingPrompt, StateMatchResult, StateRadixCache
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
+    from kvgraft.engine.kv.host_tier import HostTier
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
+    from kvgraft.engine.kv.kv_space import KVSpace
     from kvgraft.engine.kv.request_kv import RequestKV
-    from kvgraft.engine.kv.state_space import StateKVSpace
     from kvgraft.engine.kv.window_row import WindowRow
-    from kvgraft.memory import StatePool
-    from kvgraft.prefix import MatchResult, StateRecording
+    from kvgraft.memory import SlotUsage, StatePool
+    from kvgraft.prefix import EvictResult, MatchResult, StateInsertResult, StateRecording
+    from kvgraft.token_key import RadixKey
 
 logger = logging.getLogger(__name__)
 
 
-class RunningStates(LayerSlots):
+class RunningStates(OwnSlots):
     """Moves states between requests and the prefix cache. Not thread-safe.
 
-    Invariant: the rows of a request are computed once each, in order and without a gap, with its running state.
+    Invariants:
+        - The rows of a request are computed once each, in order and without a gap, with its running state.
+        - There are no donors (verified by `check`, with those of `OwnSlots`).
+        - A slot of the host tier is free or holds a state of the prefix cache (so is this).
     """
 
-    can_rewind = False
+    _kind = "state"
+    _prefix: StateRadixCache
 
-    def __init__(self, space: StateKVSpace, pool: StatePool, recording: StateRecording, *, max_running: int) -> None:
+    def __init__(
+        self,
+        space: KVSpace,
+        pool: StatePool,
+        recording: StateRecording,
+        *,
+        max_running: int,
+        tier: HostTier | None = None,
+    ) -> None:
         """Begin without requests.
 
         Args:
-            space: Gives and takes slots.
+            space: With a prefix cache that records states, one of two tiers if `tier` is given.
             pool: The states' bytes.
             recording: Chooses where the states of a prompt are recorded.
             max_running: Requests that always find a state.
+            tier: Where states of prefixes live on that leave the device; None where they are gone then.
         """
-        self._space = space
+        super().__init__(space, pool.num_states, pool.bytes_per_state)
+        assert isinstance(space.prefix, StateRadixCache), "states are planned for a prefix cache that knows them"
         self._pool = pool
+        self._prefix = space.prefix
         self._recording = recording
-        self._most_recorded = space.states.num_slots - max_running
+        self._most_recorded = pool.num_states - max_running
         self._num_running = 0
+        self._tier = tier
+        self._tiered: HierarchicalStateCache | None = None
+        if tier is not None:
+            assert isinstance(space.prefix, HierarchicalStateCache), "a cache of two tiers"
+            self._tiered = space.prefix
+            tier.serve(self.allocator, self._allocate_beside_another)
+
+    @property
+    def prefix_host_bytes(self) -> int:
+        """See `LayerBooks.prefix_host_bytes`."""
+        return 0 if self._tiered is None else self._tiered.host_state_size * self.bytes_per_slot
+
+    def state_usage(self) -> SlotUsage:
+        """See `LayerBooks.state_usage`."""
+        return self.allocator.usage()
+
+    def allocate(self, num_states: int = 1) -> NDArray[np.int64]:
+        """Give a request slots for states, with anything in them; the least valuable recorded ones leave if need be.
+
+        Raises:
+            CapacityError: Requests hold all of them.
+        """
+        if not self._make_room(num_states):
+            raise CapacityError(
+                f"running requests hold all {self.allocator.num_slots} states; wait, or raise kv_bytes or num_slots"
+            )
+        return self.allocator.allocate(num_states)
+
+    def _allocate_beside_another(self, num_states: int) -> NDArray[np.int64]:
+        """As `allocate`, while one is left for the request that asks: it goes on from a copy."""
+        if self.available <= num_states:
+            raise CapacityError("no state is left to go on from a copy")
+        return self.allocate(num_states)
+
+    def _give_back(self, states: Iterable[int]) -> None:
+        self.allocator.release(_slots(states), Owner.REQUEST)
+
+    def insert(
+        self,
+        key: RadixKey,
+        slots: NDArray[np.int64],
+        row: WindowRow | StateRow | None,
+        *,
+        priority: int,
+        counted_len: int,
+    ) -> StateInsertResult:
+        """See `LayerBooks.insert`; up to the last recorded state, and the cache takes over the states of the request."""
+        assert isinstance(row, StateRow), "requests of these models have states"
+        offered = {position: state for position, state in row.recorded.items() if position <= len(key)}
+        for position, state in offered.items():
+            read = self._pool.num_tokens(state)
+            if read != position:
+                raise CorruptCacheError(f"a state that has read {read} tokens was recorded after {position}")
+        result = self._prefix.insert(key, slots, priority=priority, counted_len=counted_len, states=offered)
+        returned = set(result.state_freed.tolist())
+        self.allocator.transfer(_slots(set(offered.values()) - returned), Owner.REQUEST, Owner.CACHE)
+        self._give_back(returned)
+        for position in offered:
+            del row.recorded[position]
+        return result
+
+    def rebuild(self) -> None:
+        """See `LayerBooks.rebuild`."""
+        if self._tier is not None:
+            self._tier.slots.rebuild()
+        super().rebuild()
+        self._num_running = 0
+
+    def check(self) -> None:
+        """See `LayerBooks.check`."""
+        super().check()
+        if len(self.space.donors):
+            raise CorruptCacheError("a model with states has a donor")
+        if self._tier is not None and self._tiered is not None:
+            self._tier.check(self._tiered.host_state_size, "states")
+
+    def _freed(self, result: EvictResult) -> NDArray[np.int64]:
+        return result.state_freed
+
+    def _num_cached(self) -> int:
+        return self._prefix.state_total_size
 
     def adopt(
         self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_stored: bool, is_donor: bool
@@ -73,21 +179,21 @@ class RunningStates(LayerSlots):
         if match is not None:
             assert isinstance(match, StateMatchResult), "the prefix cache of these models has states"
             prefix_len, branching_len, source = match.prefix_len, match.branching_len, match.state
-        running = self._space.take_state()
+        running = int(self.allocate()[0])
         try:
             self._begin(running, source, prefix_len)
         except BaseException:
-            self._space.give_states_back([running])
+            self._give_back([running])
             raise
         if source is not None:
             assert lock is not None, "the state at the end of a prefix is locked until it is copied"
-            self._space.unlock_state(lock)
+            self._prefix.dec_state_lock_only(lock.receipt)
         self._num_running += 1
         prompt = RecordingPrompt(
             prompt_len=num_tokens,
             prefix_len=prefix_len,
             branching_len=branching_len,
-            alignment=self._space.state_alignment,
+            alignment=self._prefix.state_alignment,
         )
         due = self._recording.positions(prompt) if is_stored else []
         return StateRow(running, prefix_len, prefix_len, due, is_stored)
@@ -116,7 +222,7 @@ class RunningStates(LayerSlots):
     def grow(self, kv: RequestKV, num_tokens: int) -> None:
         """See `LayerSlots.grow`. Where an answer ends at no multiple of a page, its last multiple is kept."""
         row = _row(kv)
-        if self._space.state_alignment > 1 and self._may_record(row) and self._has_read(row):
+        if self._prefix.state_alignment > 1 and self._may_record(row) and self._has_read(row):
             self._snapshot(row)
         row.num_tokens = num_tokens
 
@@ -128,22 +234,18 @@ class RunningStates(LayerSlots):
             row.recorded_len = row.num_tokens
             self._num_running -= 1
 
-    def rebuild(self) -> None:
-        """See `LayerSlots.rebuild`."""
-        self._num_running = 0
-
     def release(self, row: WindowRow | StateRow | None) -> None:
         """See `LayerSlots.release`."""
         if not isinstance(row, StateRow):
             return
-        self._space.give_states_back(row.held)
+        self._give_back(row.held)
         self._num_running -= row.running is not None
         row.running = None
         row.recorded.clear()
 
     def _may_record(self, row: StateRow) -> bool:
         """Return whether the prefix cache takes a state at this position, and the request has given it none."""
-        return row.is_stored and row.num_tokens > row.recorded_len and not row.num_tokens % self._space.state_alignment
+        return row.is_stored and row.num_tokens > row.recorded_len and not row.num_tokens % self._prefix.state_alignment
 
     def _has_read(self, row: StateRow) -> bool:
         """Return whether the rows prepared last were computed: their step may have been interrupted."""
@@ -158,20 +260,20 @@ class RunningStates(LayerSlots):
         try:
             self._pool.copy(row.running, state)
         except Exception as error:
-            self._space.doubt(error)
+            self.space.doubt(error)
             self.num_errors += 1
             logger.exception("a state after %d tokens is not kept", row.num_tokens)
-            self._space.give_states_back([state])
+            self._give_back([state])
             return
         row.recorded[row.num_tokens] = state
         row.recorded_len = row.num_tokens
 
     def _spare(self) -> int | None:
         """Take a state that running requests cannot come to need; None if there is none."""
-        if self._space.state_usage().request - self._num_running >= self._most_recorded:
+        if self.allocator.usage().request - self._num_running >= self._most_recorded:
             return None
         try:
-            return self._space.take_state()
+            return int(self.allocate()[0])
         except CapacityError:  # requests beside the scheduler's hold more
             return None
 
@@ -179,3 +281,7 @@ class RunningStates(LayerSlots):
 def _row(kv: RequestKV) -> StateRow:
     assert isinstance(kv.held.layers, StateRow), "requests of a model with states have states"
     return kv.held.layers
+
+
+def _slots(states: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(sorted(states), dtype=np.int64)

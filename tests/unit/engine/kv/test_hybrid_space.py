@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine.kv.hybrid_space import HybridKVSpace
-from kvgraft.engine.kv.sliding_windows import window_of
+from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.sliding_windows import SlidingWindows, window_of
 from kvgraft.engine.kv.window_row import WindowRow
 from kvgraft.memory import HybridSlotPool, LayerShape, Owner
 from kvgraft.prefix import RadixKey, SWARadixCache
@@ -27,17 +27,19 @@ def space(page_size):
         dtype=torch.float32,
     )
     prefix = SWARadixCache(page_size, sliding_window_size=WINDOW)
-    return HybridKVSpace(pool, prefix, host_bytes=0, donor_tokens=1_000, min_run=16)
+    space = KVSpace(pool, prefix, host_bytes=0, donor_tokens=1_000, min_run=16)
+    SlidingWindows(space, pool)
+    return space
 
 
 def store(space, key, *ends):
     """Store a prompt as a request does after each of its pieces."""
-    slots, windows = space.allocate(len(key)), space.allocate_windows(len(key))
+    slots, windows = space.allocate(len(key)), space.layers.allocate(len(key))
     row = WindowRow(windows, 0, 0, len(key), len(key), is_donor=False)
     for end in ends:
         space.store_prefix(RadixKey(key.token_ids, limit=end), slots[:end], row)
     space.allocator.release(slots, Owner.REQUEST)
-    space.windows.release(windows, Owner.REQUEST)
+    space.layers.allocator.release(windows, Owner.REQUEST)
     space.check()
 
 
@@ -49,7 +51,7 @@ def test_windows_that_a_prompt_reads_no_more_leave_before_those_of_another(space
     store(space, short, 8)
     for key in (long, short, long):
         space.match(key)
-    space.windows.release(space.allocate_windows(2 * WINDOW), Owner.REQUEST)
+    space.layers.allocator.release(space.layers.allocate(2 * WINDOW), Owner.REQUEST)
     space.check()
     assert [space.match(key).prefix_len for key in (short, long)] == [8, 24]
 

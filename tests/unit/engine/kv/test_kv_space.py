@@ -70,7 +70,7 @@ def test_a_donor_in_use_outlives_those_that_nobody_uses_without_host_memory(rng)
 
 def test_window_slots_that_nobody_knows_are_noticed(rng):
     llm = LLM(adopt_model("gemma2", tiny_model("gemma2"), None), num_slots=500)
-    slots = llm.space.windows.allocate(3)
-    llm.space.windows.retain(slots, Owner.CACHE)
+    slots = llm.space.layers.allocator.allocate(3)
+    llm.space.layers.allocator.retain(slots, Owner.CACHE)
     with pytest.raises(CorruptCacheError):
         llm.check()
