@@ -16,8 +16,8 @@ from kvgraft.engine.event_feed import EventFeed
 from kvgraft.engine.idle.audit import Auditor
 from kvgraft.engine.idle.healing import MOST_ROWS, IdleHealer
 from kvgraft.engine.kv.build_context import eviction_parameters
+from kvgraft.engine.kv.layer_rows import StateRow
 from kvgraft.engine.kv.sessions import Sessions
-from kvgraft.engine.kv.state_row import StateRow
 from kvgraft.engine.model.loading import LoadedModel, eos_token_ids, fingerprint, load_model
 from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, probe_slots, self_check
 from kvgraft.engine.requests.request_builder import RequestBuilder

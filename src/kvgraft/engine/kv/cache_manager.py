@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace, StoredContinuation
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.kv.layer_slots import LayerSlots
     from kvgraft.engine.kv.planning import Planner
     from kvgraft.engine.kv.request_donors import RequestDonors
-    from kvgraft.engine.kv.state_row import StateRow
-    from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.engine.model.adapter import TransformersAdapter
     from kvgraft.engine.requests.request import Request
     from kvgraft.errors import PolicyError
@@ -267,8 +266,8 @@ class CacheManager:
         request: Request,
         held: Holdings,
         match: MatchResult | None,
-        adopt: Callable[..., WindowRow | StateRow | None],
-    ) -> WindowRow | StateRow | None:
+        adopt: Callable[..., LayerRow | None],
+    ) -> LayerRow | None:
         """Begin with what `held` has of the prefix; where that fails, as where its state is not copied, without a prefix."""
         try:
             return adopt(match, held.lock)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from kvgraft.donors import Donor
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
-    from kvgraft.engine.kv.state_row import StateRow
-    from kvgraft.engine.kv.window_row import WindowRow
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.reuse.reads import StoredReads
     from kvgraft.types import DonorId
 
@@ -40,7 +39,7 @@ class Holdings:
     space: KVSpace
     kv_indices: NDArray[np.int64]
     lock: PrefixLock | None
-    layers: WindowRow | StateRow | None = None
+    layers: LayerRow | None = None
     pinned: list[DonorId] = field(default_factory=list)
     stand_in_lock: PrefixLock | None = None
     reads: StoredReads | None = None

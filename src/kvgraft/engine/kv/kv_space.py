@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import DonorText
     from kvgraft.engine.kv.host_tier import HostTier
-    from kvgraft.engine.kv.state_row import StateRow
-    from kvgraft.engine.kv.window_row import WindowRow
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.executor import KVSource
     from kvgraft.memory import KVBlock, SlotUsage, StoreKey
@@ -271,7 +270,7 @@ class KVSpace(Soundness):
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        row: WindowRow | StateRow | None,
+        row: LayerRow | None,
         *,
         priority: int = 0,
         counted_len: int = 0,

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvgraft.engine.kv.state_row import StateRow
-    from kvgraft.engine.kv.window_row import WindowRow
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.memory import SlotUsage
     from kvgraft.prefix import InsertResult, PrefixCache
     from kvgraft.token_key import RadixKey
@@ -42,7 +41,7 @@ class LayerBooks:
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        row: WindowRow | StateRow | None,
+        row: LayerRow | None,
         *,
         priority: int,
         counted_len: int,

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.kv.request_kv import RequestKV
-    from kvgraft.engine.kv.state_row import StateRow
-    from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.prefix import EvictResult, MatchResult, StateRadixCache, SWARadixCache
 
 
@@ -45,7 +44,7 @@ class LayerSlots(LayerBooks):
 
     def adopt(
         self, match: MatchResult | None, lock: PrefixLock | None, num_tokens: int, *, is_stored: bool, is_donor: bool
-    ) -> WindowRow | StateRow | None:
+    ) -> LayerRow | None:
         """Return what a request holds that begins with its exact prefix; None where there is nothing to hold.
 
         Args:
@@ -90,7 +89,7 @@ class LayerSlots(LayerBooks):
     def conclude(self, kv: RequestKV, num_computed: int) -> None:
         """Let what the request has after `num_computed` positions be stored with its prefix: it computes no more."""
 
-    def release(self, row: WindowRow | StateRow | None) -> None:
+    def release(self, row: LayerRow | None) -> None:
         """Give everything back; the lock is the caller's to release. Harmless for a row that has nothing."""
 
 

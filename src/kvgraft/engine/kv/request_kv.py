@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.kv.state_row import StateRow
-from kvgraft.engine.kv.window_row import WindowRow
+from kvgraft.engine.kv.layer_rows import StateRow, WindowRow
 
 if TYPE_CHECKING:
     import numpy as np

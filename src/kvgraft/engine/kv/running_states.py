@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.engine.kv.layer_rows import StateRow
 from kvgraft.engine.kv.layer_slots import OwnSlots
-from kvgraft.engine.kv.state_row import StateRow
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import Owner
 from kvgraft.prefix import HierarchicalStateCache, RecordingPrompt, StateMatchResult, StateRadixCache
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.host_tier import HostTier
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.kv.request_kv import RequestKV
-    from kvgraft.engine.kv.window_row import WindowRow
     from kvgraft.memory import SlotUsage, StatePool
     from kvgraft.prefix import EvictResult, MatchResult, StateInsertResult, StateRecording
     from kvgraft.token_key import RadixKey
@@ -128,7 +128,7 @@ class RunningStates(OwnSlots):
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        row: WindowRow | StateRow | None,
+        row: LayerRow | None,
         *,
         priority: int,
         counted_len: int,
@@ -234,7 +234,7 @@ class RunningStates(OwnSlots):
             row.recorded_len = row.num_tokens
             self._num_running -= 1
 
-    def release(self, row: WindowRow | StateRow | None) -> None:
+    def release(self, row: LayerRow | None) -> None:
         """See `LayerSlots.release`."""
         if not isinstance(row, StateRow):
             return

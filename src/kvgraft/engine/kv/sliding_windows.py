@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.engine.kv.layer_rows import CapturedWindows, WindowRow
 from kvgraft.engine.kv.layer_slots import OwnSlots
-from kvgraft.engine.kv.window_row import CapturedWindows, WindowRow
 from kvgraft.engine.model.slot_plan import DECODE_TOKENS
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.memory import KVBlock, Owner
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from kvgraft.engine.kv.kept_prefixes import PrefixLock
     from kvgraft.engine.kv.kv_space import KVSpace
+    from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.kv.request_kv import RequestKV
-    from kvgraft.engine.kv.state_row import StateRow
     from kvgraft.memory import HybridSlotPool, SlotUsage
     from kvgraft.prefix import EvictResult, MatchResult, SWAInsertResult
     from kvgraft.token_key import RadixKey
@@ -93,7 +93,8 @@ class SlidingWindows(OwnSlots):
                 "are not in use by running requests; shorten the prompt or raise num_slots"
             )
         if not self._make_room(num_tokens):
-            raise CorruptCacheError("window slots have no holder that could give them back")
+            shortage = num_tokens - self.allocator.free_size
+            raise CorruptCacheError(f"{shortage} window slots have no holder that could give them back")
         return self.allocator.allocate(num_tokens, after=after)
 
     def cut(self, key: RadixKey) -> None:
@@ -112,7 +113,7 @@ class SlidingWindows(OwnSlots):
         self,
         key: RadixKey,
         slots: NDArray[np.int64],
-        row: WindowRow | StateRow | None,
+        row: LayerRow | None,
         *,
         priority: int,
         counted_len: int,
@@ -225,7 +226,7 @@ class SlidingWindows(OwnSlots):
         row.swa_indices[row.start : frontier] = -1
         row.start = frontier
 
-    def release(self, row: WindowRow | StateRow | None) -> None:
+    def release(self, row: LayerRow | None) -> None:
         """See `LayerSlots.release`."""
         if not isinstance(row, WindowRow):
             return

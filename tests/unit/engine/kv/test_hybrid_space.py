@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvgraft.engine.kv.kv_space import KVSpace
+from kvgraft.engine.kv.layer_rows import WindowRow
 from kvgraft.engine.kv.sliding_windows import SlidingWindows, window_of
-from kvgraft.engine.kv.window_row import WindowRow
 from kvgraft.memory import HybridSlotPool, LayerShape, Owner
 from kvgraft.prefix import RadixKey, SWARadixCache
 from kvgraft.windows import SlidingWindow
