@@ -6,13 +6,12 @@ import difflib
 import importlib
 import threading
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvgraft.errors import ConfigError, IntegrationError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 Factory = TypeVar("Factory")
 
@@ -119,19 +118,3 @@ def added_names(group: str) -> set[str]:
     """Return what is known besides the built-in names of a group: what was registered, and what installed packages offer."""
     registered = _TABLES[group].added if group in _TABLES else set()
     return registered | {entry.name for entry in entry_points(group=group)}
-
-
-def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
-    """Refuse early what would fail for want of a package when it is made; imports nothing.
-
-    Args:
-        what: What needs them, for the message.
-        packages: Names as imported.
-        extra: What of kvgraft installs them.
-
-    Raises:
-        ImportError: One is not installed.
-    """
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"{what} needs {' and '.join(missing)}: pip install 'kvgraft[{extra}]'", name=missing[0])

@@ -12,11 +12,11 @@ from kvgraft.cli.parser import RawDescriptionHelpFormatter, show_first
 from kvgraft.cli.preflight import check_start
 from kvgraft.cli.stages import shown_stages
 from kvgraft.cli.watching import request_traces, trace_file
-from kvgraft.factories import require_packages
 from kvgraft.interrupts import ending_at_interrupt, leave
 from kvgraft.observability import Recorders
 from kvgraft.observability.log_format import configure_logging
 from kvgraft.observability.stages import stage
+from kvgraft.packages import require_packages
 
 if TYPE_CHECKING:
     import argparse

@@ -1,7 +1,7 @@
 """Settings: typed and checked, and the only place that reads them from the environment and from files.
 
 `ReuseSettings` has what all engines share; `EngineConfig`, `ServerConfig`, `VLLMConfig` and `SGLangConfig` extend it.
-`resolve` merges flags, environment, file and defaults. Public modules: `setting`, `sglang`.
+`resolve` merges flags, environment, file and defaults. Public modules: `setting`, `sglang`, `stores`.
 """
 
 from __future__ import annotations

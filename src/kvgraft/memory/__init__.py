@@ -1,6 +1,6 @@
 """KV memory: who holds which slot (numpy alone), bytes of slots, blocks in host memory and stores (torch, loaded on use).
 
-Public modules: `host_memory`, `packed`, `page_lock`.
+Public modules: `configured`, `host_memory`, `packed`, `page_lock`.
 """
 
 from __future__ import annotations

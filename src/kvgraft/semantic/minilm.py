@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvgraft.errors import ConfigError, one_line
-from kvgraft.factories import require_packages
+from kvgraft.packages import require_packages
 from kvgraft.semantic.base import Decoder, Embedder, Vectors, unit_rows
 
 if TYPE_CHECKING:

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl
 
 from kvgraft.config.setting import without_password
+from kvgraft.config.stores import HOST, store_urls
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.factories import NamedFactories, require_packages
+from kvgraft.factories import NamedFactories
 from kvgraft.memory.store.base import KVStore
 from kvgraft.memory.store.options import refuse_options
+from kvgraft.packages import require_packages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-HOST = "host"
-"""The setting of an engine that has no store: what leaves host memory is gone."""
 
 
 class StoreFactory(Protocol):
@@ -112,14 +111,10 @@ def require_stores(setting: str) -> None:
         ImportError: A package is missing; names the extra.
         IntegrationError: The entry point of one cannot be imported.
     """
-    for url in _urls(setting):
+    for url in store_urls(setting):
         name = url.partition(":")[0]
         if ":" in url and _FACTORIES.find(name) is _BUILT_IN.get(name):
             require_packages(f"store {name!r}", *_NEEDS[name])
-
-
-def _urls(setting: str) -> list[str]:
-    return [url.strip() for url in setting.split(",") if url.strip() not in ("", HOST)]
 
 
 def open_stores(setting: str) -> tuple[KVStore, ...]:
@@ -130,7 +125,7 @@ def open_stores(setting: str) -> tuple[KVStore, ...]:
         ImportError: A package is missing; names the extra.
         IntegrationError: One of another package cannot be loaded.
     """
-    urls = _urls(setting)
+    urls = store_urls(setting)
     if len(set(urls)) < len(urls):
         raise ConfigError(f"store={without_password(setting)!r} names a store twice; name it once")
     opened: list[KVStore] = []
