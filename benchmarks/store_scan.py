@@ -25,7 +25,7 @@ from kvgraft.memory.store.checksums import page_checksums
 from kvgraft.memory.store.file import FileStore
 from kvgraft.memory.store.record import DonorRecord, encode_head, space_name
 from kvgraft.memory.store.tier import StoreFeed
-from kvgraft.reuse.stored import StoredDonors
+from kvgraft.reuse.stored_donors import StoredDonors
 from kvgraft.types import Namespace
 
 TOKENS = 500

@@ -29,7 +29,7 @@ class Drill(CallDrill):
 
     def run(self, calls: FailingCalls) -> list[str]:
         with same_secret(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
+            patch.setattr("kvgraft.integrations.vllm.scheduler.stores.StoreFeed", ShelfFeed)
             return _Run(self.kind, calls, patch).failures()
 
 
@@ -42,7 +42,7 @@ class _Run:
         self.names = iter(range(10**6))
 
     def _scheduler(self, shelf, patch) -> GraftScheduler:
-        patch.setattr(f"{_SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))
+        patch.setattr(f"{_SCHEDULER}.graft_scheduler.configured_stores", lambda _: () if shelf is None else (shelf,))
         facts = EngineFacts(
             fingerprint="model",
             block_sizes=(BLOCK,),

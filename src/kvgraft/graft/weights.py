@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.graft.words import WORDS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _MULTIPLIER = 0x9E3779B1
 """Odd, so that exchanged elements change the weighted sum."""
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as an element of so many bytes."""
 
 
 def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

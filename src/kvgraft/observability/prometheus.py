@@ -24,10 +24,10 @@ from kvgraft.reuse.metrics import (
     RISK_CERTIFIED,
     SEMANTIC_CALLS,
     MetricKind,
-    StoreSamples,
-    risk_samples,
     samples,
 )
+from kvgraft.reuse.risk_samples import risk_samples
+from kvgraft.reuse.store_samples import StoreSamples
 
 try:
     from prometheus_client import (

@@ -5,5 +5,6 @@ Nothing here touches K/V or knows an engine; all of it runs on numpy alone. An e
 
 Public modules: `announcer`, `asked`, `attempt`, `claim`, `classes`, `continuation`, `decision`, `donor_events`,
 `donor_rules`, `failures`, `families`, `lineage`, `lookup`, `metrics`, `outcome`, `policy`, `reads`, `repair_time`, `report`,
-`sent_fronts`, `stored`, `substitute`, `together`.
+`risk_samples`, `selection_names`, `sent_fronts`, `store_samples`, `stored`, `stored_donors`, `substitute`, `together`,
+`verified`.
 """

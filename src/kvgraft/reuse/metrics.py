@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvgraft.types import MissReason, RepairTime, RiskStatus
+from kvgraft.types import MissReason, RepairTime
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from kvgraft.types import GraftReport, HealingReport, RepairReport, RiskStatement, StoreCounts
+    from kvgraft.types import GraftReport, HealingReport, RepairReport
 
 _QUICK_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300)
@@ -239,49 +239,6 @@ def semantic_samples(outcomes: Mapping[str, int]) -> Iterator[Sample]:
 def num_failed(outcomes: Mapping[str, int]) -> int:
     """Return how many of these calls are failures of reuse, which each engine counts among its own."""
     return outcomes.get("timeout", 0) + outcomes.get("error", 0)
-
-
-class StoreSamples:
-    """Turns what stores have done in all into what metrics take. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._reported: dict[tuple[Metric, tuple[str, ...]], float] = {}
-
-    def changes(self, counts: Iterable[StoreCounts], num_stored: int) -> Iterator[Sample]:
-        """Yield what counters have gained since the last call, and the values of gauges. Stores of one name are one."""
-        for sample in _store_totals(counts, num_stored):
-            if sample.metric.kind is MetricKind.GAUGE:
-                yield sample
-                continue
-            reported = self._reported.get(sample[:2], 0)
-            self._reported[sample[:2]] = sample.value
-            yield sample._replace(value=max(0, sample.value - reported))
-
-
-def _store_totals(counts: Iterable[StoreCounts], num_stored: int) -> Iterator[Sample]:
-    yield Sample(STORE_COLD_DONORS, (), num_stored)
-    totals: dict[tuple[Metric, tuple[str, ...]], float] = {}
-    for store in counts:
-        entries: list[tuple[Metric, tuple[str, ...], float]] = [
-            (STORE_READ_BYTES, (store.name,), store.read_bytes),
-            (STORE_WRITTEN_BYTES, (store.name,), store.written_bytes),
-            (STORE_RESTING, (store.name,), store.is_resting),
-            *((STORE_READS, (store.name, outcome), count) for outcome, count in store.reads.items()),
-            *((STORE_WRITES, (store.name, outcome), count) for outcome, count in store.writes.items()),
-            (STORE_READS, (store.name, "look_failed"), store.failed_looks),
-        ]
-        for metric, labels, value in entries:
-            totals[metric, labels] = totals.get((metric, labels), 0) + value
-    yield from (Sample(metric, labels, value) for (metric, labels), value in totals.items())
-
-
-def risk_samples(statements: Mapping[str, Mapping[str, RiskStatement]]) -> Iterator[Sample]:
-    """Yield the gauges of what may be said of each reuse class and part of its answers; others are to be removed."""
-    for name, parts in statements.items():
-        for part, risk in parts.items():
-            yield Sample(RISK_AUDITS, (name, part, risk.notch, risk.status.value), risk.audits)
-            certified = risk.epsilon if risk.status is RiskStatus.CERTIFIED and risk.epsilon is not None else 1.0
-            yield Sample(RISK_CERTIFIED, (name, part), certified)
 
 
 def token_kinds(report: GraftReport) -> dict[str, int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
-from kvgraft.factories import added_names
-from kvgraft.graft.select import SELECTION_GROUP, SELECTION_POLICIES, FirstK, Observable, policy_class, selection_policy
+from kvgraft.graft.select import SELECTION_POLICIES, FirstK, Observable, policy_class, selection_policy
 from kvgraft.graft.select.ratio import RatioPolicy
 
 if TYPE_CHECKING:
@@ -58,16 +56,3 @@ def configured_policy(
             f"{', '.join(available_policies(shown))}"
         )
     return policy
-
-
-def selection_names() -> list[str]:
-    """Names that clients may ask for: built-in policies, registered ones, and those of installed packages.
-
-    Packages are looked through once: it takes milliseconds, and any client can ask for a name that does not exist.
-    """
-    return sorted({*list(SELECTION_POLICIES), *_installed_names()})
-
-
-@cache
-def _installed_names() -> frozenset[str]:
-    return frozenset(added_names(SELECTION_GROUP))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kvgraft.donors import Donor
-    from kvgraft.reuse.stored import StoredDonors
+    from kvgraft.reuse.stored_donors import StoredDonors
     from kvgraft.types import Match
 
 _TIMES_EXPECTED, _LEAST_PATIENCE_S = 4, 0.5
@@ -165,6 +165,11 @@ class StoredSpan:
         except StoreError:
             return ReadState.FAILED
         return ReadState.THERE
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the read has not ended."""
+        return self.state is ReadState.PENDING
 
 
 class StoredReads:

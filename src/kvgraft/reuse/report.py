@@ -22,9 +22,6 @@ REPORT_VERSION = 3
 NOT_STATED_OF_SUBSTITUTES = RiskStatement(reason="another text's K/V stand in; calibrations are about equal text")
 """Risk statement of a substitution."""
 
-NOT_STATED_OF_VERIFIED = RiskStatement(reason="the answer is a full prefill's: every token was verified")
-"""Risk statement of a verified answer."""
-
 NOT_STATED_HERE = RiskStatement(reason="calibrations and audits run on the embedded engine only")
 """Risk statement of a graft in the other engines."""
 
@@ -88,31 +85,6 @@ def _recomputed_runs(lineage: Lineage) -> tuple[tuple[int, int], ...]:
     """All that was computed again, by position; nothing where that is not known of some."""
     runs = lineage.recomputed_runs
     return runs if sum(length for _, length in runs) == lineage.recomputed else ()
-
-
-def verified_report(report: GraftReport, healing: HealingReport, flops: float) -> GraftReport:
-    """Return the report of a request with a graft for drafts alone.
-
-    Args:
-        report: Of the graft.
-        healing: How its K/V became exact.
-        flops: Operations that computing it again took.
-    """
-    return replace(
-        report,
-        continued_tokens=0,
-        shifted_tokens=0,
-        recomputed_tokens=0,
-        recomputed_runs=(),
-        corrected_tokens=0,
-        computed_tokens=report.num_tokens - report.exact_tokens,
-        spans=(),
-        policy="none",
-        computed_flops=report.computed_flops + flops,
-        risk=NOT_STATED_OF_VERIFIED,
-        healing=healing,
-        repair=None,
-    )
 
 
 def worst_report(reports: Iterable[GraftReport]) -> GraftReport:

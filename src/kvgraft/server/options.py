@@ -9,7 +9,7 @@ from kvgraft.config import EngineConfig
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.http.errors import APIError
-from kvgraft.reuse.policy import selection_names
+from kvgraft.reuse.selection_names import selection_names
 from kvgraft.server.given_prompts import MAX_CHOICES
 from kvgraft.server.sampling_fields import sampling_fields
 from kvgraft.server.structure_fields import structure_of

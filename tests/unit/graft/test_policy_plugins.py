@@ -28,8 +28,9 @@ from kvgraft.http.errors import APIError
 from kvgraft.http.fields import Fields
 from kvgraft.integrations.sglang.planning.planner import chosen_policy as sglang_policy
 from kvgraft.integrations.vllm.selection import chosen_policy as vllm_policy
-from kvgraft.reuse import policy
-from kvgraft.reuse.policy import configured_policy, selection_names
+from kvgraft.reuse import selection_names as names_of_policies
+from kvgraft.reuse.policy import configured_policy
+from kvgraft.reuse.selection_names import selection_names
 from kvgraft.server.options import parse_options
 
 HERE = __name__.rpartition(".")[2]
@@ -73,9 +74,9 @@ def installed(monkeypatch, module):
     entries = {"share": "Share", "sees": "Sees", "nameless": "Nameless", "gone": "Gone", "text": "HERE"}
     found = [EntryPoint(name, f"{module}:{value}", SELECTION_GROUP) for name, value in entries.items()]
     monkeypatch.setattr(factories, "entry_points", lambda group: found if group == SELECTION_GROUP else [])
-    policy._installed_names.cache_clear()
+    names_of_policies._installed_names.cache_clear()
     yield
-    policy._installed_names.cache_clear()
+    names_of_policies._installed_names.cache_clear()
 
 
 def build(name, **options):

@@ -11,7 +11,7 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.errors import StoreError, StoreMissError
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.reads import PrefillSpeed, ReadState, ReadTerms, StoredReads, StoredSpan, store_miss
-from kvgraft.reuse.stored import StoredDonors
+from kvgraft.reuse.stored_donors import StoredDonors
 from kvgraft.types import DonorId, Match, MissReason, Namespace
 
 NAMESPACE = Namespace("model")

@@ -7,7 +7,8 @@ import pytest
 
 from kvgraft.donors import DonorCatalogue, DonorQuery
 from kvgraft.memory.store.record import DonorRecord
-from kvgraft.reuse.stored import StoredDonors, StoredKV, is_stored
+from kvgraft.reuse.stored import StoredKV, is_stored
+from kvgraft.reuse.stored_donors import StoredDonors
 from kvgraft.types import Namespace
 
 NAMESPACE = Namespace("model", tenant_salt="tenant")
@@ -238,7 +239,7 @@ class TestLittleRoom:
         assert stored.recall() == []
 
     def test_not_all_that_was_left_out_is_remembered(self, stored, catalogue, full, monkeypatch):
-        monkeypatch.setattr("kvgraft.reuse.stored._MOST_KEYS", 3)
+        monkeypatch.setattr("kvgraft.reuse.stored_donors._MOST_KEYS", 3)
         out = [record(number) for number in range(1, 7)]
         for one in out:
             stored.join(one, 0)

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvgraft.errors import RequestError
 from kvgraft.graft.model import SequenceOutput, SequenceRows
-from kvgraft.reuse.report import verified_report
+from kvgraft.reuse.verified import verified_report
 from kvgraft.types import HealingReport
 
 if TYPE_CHECKING:

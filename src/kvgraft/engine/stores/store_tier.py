@@ -19,7 +19,8 @@ from kvgraft.engine.stores.stored_cover import StoredPart
 from kvgraft.errors import StoreError, StoreMissError
 from kvgraft.memory.store.tier import UsedStore
 from kvgraft.reuse.reads import ReadTerms, StoredReads, StoredSpan
-from kvgraft.reuse.stored import StoredDonors, StoredKV, is_stored
+from kvgraft.reuse.stored import StoredKV, is_stored
+from kvgraft.reuse.stored_donors import StoredDonors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

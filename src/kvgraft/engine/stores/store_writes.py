@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.stores.write_behind import PageSource
     from kvgraft.memory import KVBlock
     from kvgraft.memory.store.tier import UsedStore
-    from kvgraft.reuse.stored import StoredDonors
+    from kvgraft.reuse.stored_donors import StoredDonors
     from kvgraft.types import DonorId, KeyedNamespace
 
 LEAST_TOKENS = 64

@@ -42,7 +42,7 @@ from kvgraft.integrations.sglang.reuse import RequestReuse
 from kvgraft.integrations.sglang.rope import read_rope
 from kvgraft.integrations.sglang.status import state_directory, write_status
 from kvgraft.integrations.sglang.versions import drift, installed_version, missing_hooks, untested_patch
-from kvgraft.memory.store import open_stores
+from kvgraft.memory.configured import configured_stores
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _stores(
     weights: Callable[[], str],
 ) -> StoreUse | None:
     """Return the use of the configured stores; nothing of that is imported where there are none."""
-    opened = open_stores(config.store)
+    opened = configured_stores(config.store)
     if not opened:
         return None
     from kvgraft.integrations.sglang.requests.store_use import StoreUse

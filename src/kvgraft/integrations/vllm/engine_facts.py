@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+from kvgraft.config.stores import store_urls
 from kvgraft.donors import GRAM_TOKENS
 from kvgraft.integrations.vllm.refusals import refused_engine
 from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.scheduler import EngineFacts
 from kvgraft.integrations.vllm.scheduler.namespaces import model_fingerprint
-from kvgraft.memory.store import HOST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
     groups = kv_cache_config.kv_cache_groups
     windows = [int(getattr(group.kv_cache_spec, "sliding_window", 0) or 0) for group in groups]
     host_tokens = 0 if refusal else config.host_bytes // bytes_per_token(kv_cache_config)
-    capacity = config.donor_tokens if _is_stored(config) else min(config.donor_tokens, host_tokens)
+    capacity = config.donor_tokens if store_urls(config.store) else min(config.donor_tokens, host_tokens)
     if not refusal and min(capacity, host_tokens) < GRAM_TOKENS:
         refusal = f"host_bytes={config.host_bytes} hold no donor; raise it"
     return EngineFacts(
@@ -50,11 +50,6 @@ def read_facts(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVC
         max_model_len=vllm_config.model_config.max_model_len,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )
-
-
-def _is_stored(config: VLLMConfig) -> bool:
-    """Whether the settings name a store."""
-    return any(url.strip() not in ("", HOST) for url in config.store.split(","))
 
 
 def bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 
-from kvgraft.reuse.metrics import GRAFT_ERRORS, METRICS, Sample, StoreSamples, donor_samples, samples
+from kvgraft.reuse.metrics import GRAFT_ERRORS, METRICS, Sample, donor_samples, samples
+from kvgraft.reuse.store_samples import StoreSamples
 from kvgraft.types import GraftReport, Miss, MissReason, StoreCounts
 
 prometheus_client = pytest.importorskip("prometheus_client")

@@ -39,7 +39,7 @@ def make_graft(load, shelf=None, host_tokens=None, max_num_batched_tokens=None, 
         max_num_batched_tokens=max_num_batched_tokens,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{SCHEDULER}.graft_scheduler.open_stores", lambda _: () if shelf is None else (shelf,))
+        patch.setattr(f"{SCHEDULER}.graft_scheduler.configured_stores", lambda _: () if shelf is None else (shelf,))
         return GraftScheduler(config, facts)
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_are_not_known_make_no_donor(monkeypatch):
         ("claims.Claim", "lying_in"),
         ("requests.VLLMRequest", "blocks_to"),
         ("grafts.Grafts", "_stored_donors"),
-        ("stores.Stores", "touch"),
+        ("no_stores.NoStores", "touch"),
     ],
 )
 def test_a_graft_that_cannot_be_sent_costs_itself_and_nothing_else(load, owner, name, monkeypatch):
@@ -331,7 +331,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
+        self.patch.setattr("kvgraft.integrations.vllm.scheduler.stores.StoreFeed", ShelfFeed)
         shelf = Shelf() if self.has_store else None
         self.engine = Engine(self.make_graft(shelf), shelf)
         self.names = iter(range(10**6))

@@ -29,7 +29,7 @@ NOTHING = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch):
-    monkeypatch.setattr("kvgraft.memory.store.tier.StoreFeed", ShelfFeed)
+    monkeypatch.setattr("kvgraft.integrations.vllm.scheduler.stores.StoreFeed", ShelfFeed)
 
 
 @pytest.fixture

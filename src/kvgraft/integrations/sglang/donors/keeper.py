@@ -20,7 +20,8 @@ from kvgraft.integrations.sglang.donors.texts import STORE, HostBlockKV, Origin,
 from kvgraft.memory import HostKVStore
 from kvgraft.memory.store.record import DonorRecord
 from kvgraft.reuse.donor_rules import DonorRules
-from kvgraft.reuse.stored import StoredDonors, is_stored
+from kvgraft.reuse.stored import is_stored
+from kvgraft.reuse.stored_donors import StoredDonors
 from kvgraft.types import Match, Namespace
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from kvgraft.reuse.failures import Soundness, miss_of
 from kvgraft.reuse.metrics import (
     GRAFT_ERRORS,
     Sample,
-    StoreSamples,
     donor_samples,
     num_failed,
     samples,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.donors.keeper import DonorKeeper
     from kvgraft.integrations.sglang.requests.request import SGLangRequest
     from kvgraft.integrations.sglang.stored.link import StoreLink
+    from kvgraft.reuse.store_samples import StoreSamples
     from kvgraft.types import GraftReport, Miss
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RequestLog:
         self._pending: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
         self.books = Soundness()
         self.metrics = metrics
-        self._stores = StoreSamples()
+        self._stores: StoreSamples | None = None
         self.num_errors = 0
 
     @property
@@ -110,6 +110,10 @@ class RequestLog:
 
     def show_stores(self, stores: StoreLink) -> None:
         """Show what stores have done so far."""
+        if self._stores is None:
+            from kvgraft.reuse.store_samples import StoreSamples  # loaded with the stores
+
+            self._stores = StoreSamples()
         self._record(self._stores.changes(stores.counts(), stores.num_stored))
 
     def _record(self, counted: Iterable[Sample]) -> None:

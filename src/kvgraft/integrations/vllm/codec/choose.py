@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
-from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
 from kvgraft.integrations.vllm.codec.scratch import scratch_laid_out_as
 from kvgraft.integrations.vllm.codec.split import SplitCodec
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
     EngineWrite = Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """Stores `(keys, values, cache, slots)` as the engine does."""
-
-CODECS: tuple[KVCodec, ...] = (PackedCodec(), TransposedKeysCodec(), PairedTilesCodec(), SplitCodec(0), SplitCodec(1))
 
 
 def choose_codec(
@@ -41,7 +37,7 @@ def choose_codec(
     Raises:
         IntegrationError: No codec does; nothing may be grafted.
     """
-    for codec in CODECS:
+    for codec in _codecs(cache):
         if codec.matches(cache, num_kv_heads, head_dim, block_size):
             scratch = scratch_laid_out_as(cache, 2, codec.block_axis)
             if _is_right(codec, scratch, (num_kv_heads, head_dim), block_size, engine_write):
@@ -50,6 +46,18 @@ def choose_codec(
         f"unknown KV cache layout: shape {tuple(cache.shape)}, strides {cache.stride()}, {cache.dtype} on "
         f"{cache.device.type}; nothing is grafted, {_remedy(cache)}"
     )
+
+
+def _codecs(cache: Tensor) -> tuple[KVCodec, ...]:
+    """Return the codecs that a cache on its device may need; those of the CPU are loaded there alone."""
+    everywhere = (PackedCodec(), SplitCodec(0), SplitCodec(1))
+    if cache.device.type != "cpu":
+        return everywhere
+    from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
+    from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
+
+    packed, *split = everywhere
+    return (packed, TransposedKeysCodec(), PairedTilesCodec(), *split)
 
 
 def _remedy(cache: Tensor) -> str:

@@ -10,7 +10,7 @@ from kvgraft.donors import DonorCatalogue
 from kvgraft.donors.front import front_digest
 from kvgraft.errors import CorruptCacheError, KVGraftError
 from kvgraft.integrations.vllm.messages import Seal
-from kvgraft.integrations.vllm.scheduler.stores import Stores
+from kvgraft.integrations.vllm.scheduler.no_stores import NoStores
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.stored import is_stored
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvgraft.donors import Donor
     from kvgraft.integrations.vllm.messages import TextId, Write
+    from kvgraft.integrations.vllm.scheduler.stores import Stores
     from kvgraft.memory.store import KVStore
     from kvgraft.types import DonorId, Match, Namespace
 
@@ -76,9 +77,13 @@ class DonorRegistry:
         """
         self.catalogue = DonorCatalogue(capacity_tokens, min_run=min_run)
         self.rules = DonorRules(self.catalogue, min_run=min_run, max_generation=max_generation)
-        self.stores = Stores(
-            stores, self.catalogue, num_ranks=num_ranks, min_run=min_run, max_generation=max_generation
-        )
+        self.stores: Stores | NoStores = NoStores()
+        if stores:
+            from kvgraft.integrations.vllm.scheduler.stores import Stores  # loaded where stores are set
+
+            self.stores = Stores(
+                stores, self.catalogue, num_ranks=num_ranks, min_run=min_run, max_generation=max_generation
+            )
         self.num_refused_texts = self.num_replaced = 0
         self._min_run = min_run
         self._host_tokens = capacity_tokens if host_tokens is None else host_tokens

@@ -21,7 +21,7 @@ from kvgraft.integrations.vllm.scheduler.private_hashes import is_tainted
 from kvgraft.integrations.vllm.scheduler.step_rows import StepRows
 from kvgraft.integrations.vllm.scheduler.stored import NOTHING_STORED
 from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
-from kvgraft.memory.store import open_stores
+from kvgraft.memory.configured import configured_stores
 from kvgraft.reuse.asked import PARAMETER
 from kvgraft.reuse.failures import miss_of
 
@@ -57,7 +57,7 @@ class GraftScheduler:
             min_run=config.min_run,
             max_generation=config.max_generation,
             host_tokens=facts.host_tokens,
-            stores=() if facts.refusal else open_stores(config.store),
+            stores=() if facts.refusal else configured_stores(config.store),
             num_ranks=facts.num_ranks,
         )
         self._config = config

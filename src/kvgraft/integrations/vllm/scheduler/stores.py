@@ -8,8 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 from kvgraft.integrations.vllm.messages import ReadCost, Write
+from kvgraft.memory.store.record import DonorRecord
+from kvgraft.memory.store.tier import StoreFeed, Touches
 from kvgraft.reuse.reads import PrefillSpeed, ReadTerms
-from kvgraft.reuse.stored import StoredDonors, is_stored
+from kvgraft.reuse.stored import is_stored
+from kvgraft.reuse.stored_donors import StoredDonors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.messages import StoreReport
     from kvgraft.memory.store import KVStore
     from kvgraft.memory.store.record import StoreNews
-    from kvgraft.memory.store.tier import StoreFeed, Touches
     from kvgraft.types import DonorId
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class PrefillSteps(PrefillSpeed):
 
 
 class Stores:
-    """Follows the stores of an engine. Not thread-safe; without stores it does nothing.
+    """Follows the stores of an engine. Not thread-safe; of an engine without any there are `NoStores`.
 
     A donor counts as stored when every rank's space has it in one and the same store.
     """
@@ -61,7 +63,7 @@ class Stores:
         self.terms = ReadTerms(self.donors, self._expected_s, lambda: self.speed.per_s)
         self.cost = _HOPEFUL
         self._stores = tuple(stores)
-        self._touches = _touches(self._stores)
+        self._touches = tuple(Touches(store) for store in self._stores)
         self._catalogue = catalogue
         self._num_ranks = num_ranks
         self._spaces: dict[int, str] = {}
@@ -111,11 +113,7 @@ class Stores:
             touches.report(self.spaces, [key for key in keys if number in self.donors.holders(key)])
 
     def write_of(self, donor: Donor) -> Write | None:
-        """Return the command that stores a new donor; None if stores hold it or there are none."""
-        if not self._stores:
-            return None
-        from kvgraft.memory.store.record import DonorRecord
-
+        """Return the command that stores a new donor; None if stores hold it."""
         record = DonorRecord.of(donor)
         return Write(donor.donor_id, record) if self.donors.offer(donor.donor_id, record.key) else None
 
@@ -153,9 +151,7 @@ class Stores:
 
     def _open(self) -> None:
         self._close_feeds()
-        if self._is_proved and self._stores:
-            from kvgraft.memory.store.tier import StoreFeed
-
+        if self._is_proved:
             self._feeds = [StoreFeed(store, self.spaces) for store in self._stores]
             logger.info("donors are shared through %s", ", ".join(store.name for store in self._stores))
 
@@ -170,12 +166,3 @@ class Stores:
             self.donors.lost(key, number)
         for record in news.added:
             self.donors.join(record, number)
-
-
-def _touches(stores: Sequence[KVStore]) -> tuple[Touches, ...]:
-    """Return what reports uses to stores; where there are none, nothing of stores is imported."""
-    if not stores:
-        return ()
-    from kvgraft.memory.store.tier import Touches
-
-    return tuple(Touches(store) for store in stores)

@@ -24,7 +24,6 @@ from kvgraft.integrations.vllm.worker.passes import (
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
 from kvgraft.integrations.vllm.worker.spans import DonorSpans
-from kvgraft.integrations.vllm.worker.window_ring import WindowRing
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import MissReason
@@ -294,6 +293,8 @@ def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     for group, block_ids in zip(rank.groups, command.block_ids, strict=True):
         blocks = np.asarray(block_ids, np.int32)
         if group.window:
+            from kvgraft.integrations.vllm.worker.window_ring import WindowRing  # loaded for models with windows
+
             homes.append(WindowRing(group, blocks, max_rows=max_rows, start=command.plan.prefix_len))
         else:
             homes.append(PagedKV.of(group, blocks, start=command.plan.prefix_len))

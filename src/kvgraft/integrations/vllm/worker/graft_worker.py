@@ -20,19 +20,18 @@ from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.selection import chosen_policy, fallback_policy
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
-from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.layers import layer_groups
 from kvgraft.integrations.vllm.worker.model_handle import ModelHandle
+from kvgraft.integrations.vllm.worker.no_stores import NoGraftReads, NoRankStores
 from kvgraft.integrations.vllm.worker.outbox import Outbox, RankState
 from kvgraft.integrations.vllm.worker.query_look import refused_look
 from kvgraft.integrations.vllm.worker.ranks import together
 from kvgraft.integrations.vllm.worker.self_check import checked
 from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
-from kvgraft.integrations.vllm.worker.stores import RankStores
 from kvgraft.integrations.vllm.worker.weights_witness import WeightsWitness
 from kvgraft.memory import HostKVStore
-from kvgraft.memory.store import open_stores
+from kvgraft.memory.configured import configured_stores
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.outcome import GraftOutcome
 from kvgraft.types import MissReason
@@ -55,7 +54,9 @@ if TYPE_CHECKING:
         WorkerReport,
         Write,
     )
+    from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
+    from kvgraft.integrations.vllm.worker.stores import RankStores
     from kvgraft.memory.page_lock import CudaPages
     from kvgraft.types import DonorId
 
@@ -92,8 +93,7 @@ class GraftWorker:
         self._policy = chosen_policy(config)
         self._correction = drift_correction(config.correction)
         self._donors = DonorStore(HostKVStore(config.host_bytes, pages=_pages()))
-        self._stores = RankStores(open_stores(config.store), max_queued_bytes=_under_way(config))
-        self._reads = GraftReads(self._stores, self._donors)
+        self._stores, self._reads = _stores(config, self._donors)
         self._groups: tuple[LayerGroup, ...] = ()
         self._handle: ModelHandle | None = None
         self._rank: RankModel | None = None
@@ -115,24 +115,9 @@ class GraftWorker:
     @property
     def description(self) -> dict[str, object]:
         """Findings of the self-check, for `kvgraft doctor`; of an engine that was refused before it the reason alone."""
-        layers = [layer for group in self._groups for layer in group.layers]
-        rope = self._rank.rope if self._rank is not None else ()
-        found: dict[str, object] = {
-            "attention_backends": sorted({layer.module.get_attn_backend().get_name() for layer in layers}),
-            "kv_layouts": sorted({layer.codec.name for layer in layers}),
-            "kv_dtype": ", ".join(sorted({str(layer.cache.dtype).removeprefix("torch.") for layer in layers})),
-            "kv_cache_groups": [
-                f"{len(group.layers)} layers, blocks of {group.block_size}"
-                + (f", window {group.window}" if group.window else "")
-                for group in self._groups
-            ],
-            "rope": sorted(
-                {"none" if spec is None else f"{spec.pairing} over {spec.rotary_dim} channels" for spec in rope}
-            ),
-        }
-        passed = "passed" if self._rank is not None else "waits for the first forward pass"
-        found["selection"] = self._fallback
-        return {name: value for name, value in found.items() if value} | {"self_check": self._refusal or passed}
+        from kvgraft.integrations.vllm.worker.description import description_of  # loaded where it is asked for
+
+        return description_of(self._groups, self._rank, selection=self._fallback, refusal=self._refusal)
 
     def register(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Take the paged caches and prove their layout, unless the scheduler's half has refused the engine for its reason."""
@@ -144,6 +129,9 @@ class GraftWorker:
         except Exception as error:  # noqa: BLE001 - after any failure nothing may be grafted
             self._refuse(error)
             return
+        if any(group.window for group in self._groups):
+            # Loaded here, so that no graft waits for it.
+            from kvgraft.integrations.vllm.worker import window_ring  # noqa: F401
         self._handle = ModelHandle(self._groups[0].layers[0].module)
 
     def load(self, commands: StepCommands) -> None:
@@ -253,7 +241,7 @@ class GraftWorker:
         return self.outbox.take_report(state, stored, fallback=self._fallback, is_due=self._is_report_due)
 
     def _take_store_report(self) -> StoreReport:
-        if not self._stores:
+        if isinstance(self._stores, NoRankStores) or isinstance(self._reads, NoGraftReads):
             return NOTHING_OF_STORES
         is_new, self._is_proved_anew = self._is_proved_anew, False
         promoted, unpromoted, unreadable = self._reads.take_news()
@@ -304,15 +292,16 @@ class GraftWorker:
 
     def _prove_weights(self) -> None:
         """Name the space in stores of the present weights; without a name nothing is stored or read."""
-        if not self._stores or self._rank is None:
+        rank, stores = self._rank, self._stores
+        if isinstance(stores, NoRankStores) or rank is None:
             return
-        rank, self._is_unproved = self._rank, False
+        self._is_unproved = False
         try:
-            together(lambda: self._stores.prove(rank))
+            together(lambda: stores.prove(rank))
             self._is_proved_anew = True
         except Exception:
             logger.exception("donors are neither stored nor read from stores")
-            self._stores.forget_space()
+            stores.forget_space()
 
     def _look_at_weights(self) -> None:
         """Forget what the model computed before its weights were changed in place; all ranks notice together."""
@@ -522,6 +511,18 @@ class GraftWorker:
         except Exception:
             logger.exception("a donor cannot be written; it is not stored")
             self.outbox.num_failed_copies += 1
+
+
+def _stores(config: VLLMConfig, donors: DonorStore) -> tuple[RankStores | NoRankStores, GraftReads | NoGraftReads]:
+    """Return the stores of the rank, and reads from them; nothing of either is imported where there are none."""
+    opened = configured_stores(config.store)
+    if not opened:
+        return NoRankStores(), NoGraftReads()
+    from kvgraft.integrations.vllm.worker.graft_reads import GraftReads
+    from kvgraft.integrations.vllm.worker.stores import RankStores
+
+    stores = RankStores(opened, max_queued_bytes=_under_way(config))
+    return stores, GraftReads(stores, donors)
 
 
 def _not_made(reason: str, *, is_store_miss: bool = False) -> GraftOutcome:

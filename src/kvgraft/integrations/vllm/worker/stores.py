@@ -103,9 +103,6 @@ class RankStores:
         self._reported: dict[str, float] = {}
         self._reported_cost: ReadCost | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._stores)
-
     def prove(self, rank: RankModel) -> None:
         """Name the space of the weights that the model has now; all ranks together.
 

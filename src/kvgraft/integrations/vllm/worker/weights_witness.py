@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.graft.weights import WORDS
+from kvgraft.graft.words import WORDS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
