@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvgraft.config import EngineConfig, quoted, variables
-from kvgraft.engine.kv.build_context import tree_cache_context
+from kvgraft.engine.kv.build_context import require_room_for_a_page, tree_cache_context
 from kvgraft.engine.kv.cache_manager import CacheManager
-from kvgraft.engine.kv.host_tier import WRITE_POLICY, state_tiers, tiers_of, token_tier
 from kvgraft.engine.kv.kv_space import KVSpace
 from kvgraft.engine.kv.layer_slots import LayerSlots
 from kvgraft.engine.kv.planning import Planner
-from kvgraft.engine.kv.request_donors import HostDonors, NoDonors, RequestDonors, SlotDonors
-from kvgraft.engine.kv.running_states import RunningStates
-from kvgraft.engine.kv.sliding_windows import SlidingWindows
+from kvgraft.engine.kv.request_donors import NoDonors, RequestDonors, SlotDonors
 from kvgraft.engine.model.adapter import TransformersAdapter, take_over
 from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.slot_plan import SlotPlan, running_states
 from kvgraft.errors import ConfigError
-from kvgraft.memory import HybridSlotPool, SlotPool
+from kvgraft.memory import SlotPool
 from kvgraft.prefix import (
     BranchingPoints,
-    HierarchicalRadixCache,
-    HierarchicalStateCache,
     PrefixCache,
     StateRadixCache,
     SWARadixCache,
@@ -36,13 +30,11 @@ from kvgraft.reuse.lookup import Lookup
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import PreTrainedModel
-
+    from kvgraft.engine.kv.host_tier import HostTier
     from kvgraft.engine.model.layers import ModelLayers
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.risk import HeldRisk
     from kvgraft.events import EventLog
-    from kvgraft.prefix import TreeCacheBuildContext
     from kvgraft.reuse.substitute import Substitutes
     from kvgraft.semantic import DonorProposer
 
@@ -86,7 +78,9 @@ def adapter_and_prefix(
     planned = windowed(page_size=config.page_size)
     context = tree_cache_context(loaded, layers, config, uniform=uniform, windowed=planned, events=events)
     if config.prefix_host_bytes:
-        return _with_host_tier(model, layers, uniform, context, config)
+        from kvgraft.engine.host_assembly import with_host_tier  # loaded where it is asked for
+
+        return with_host_tier(model, layers, uniform, context, config)
     prefix = create_tree_cache(context)
     plan = windowed(page_size=prefix.page_size) if isinstance(prefix, SWARadixCache) else uniform
     if isinstance(prefix, SWARadixCache) and (plan is None or prefix.window != layers.window):
@@ -95,16 +89,8 @@ def adapter_and_prefix(
             f"{layers.window or 'none'} or too few slots: choose radix_cache_backend 'default'"
         )
     assert plan is not None
-    _require_room_for_a_page(prefix, plan)
+    require_room_for_a_page(prefix, plan)
     return TransformersAdapter.over(model, layers, plan, config.attention), prefix
-
-
-def _require_room_for_a_page(prefix: PrefixCache, plan: SlotPlan) -> None:
-    if prefix.page_size > plan.num_slots:
-        raise ConfigError(
-            f"page_size={prefix.page_size} is more than the {plan.num_slots} K/V slots, so that no prefix could be kept; "
-            "lower page_size or raise num_slots"
-        )
 
 
 def _with_states(
@@ -119,67 +105,17 @@ def _with_states(
     plan = SlotPlan.with_states(*sizes, max_running=config.max_running)
     context = tree_cache_context(loaded, layers, config, uniform=plan, windowed=None, events=events)
     if config.prefix_host_bytes:
-        return _with_host_states(model, layers, plan, context, config)
+        from kvgraft.engine.host_assembly import with_host_states  # loaded where it is asked for
+
+        return with_host_states(model, layers, plan, context, config)
     prefix = create_tree_cache(context)
     if not isinstance(prefix, StateRadixCache):
         raise ConfigError(
             f"prefix-cache backend {config.radix_cache_backend!r} records no states, which layers of this model "
             "keep; choose radix_cache_backend 'default'"
         )
-    _require_room_for_a_page(prefix, plan)
+    require_room_for_a_page(prefix, plan)
     return TransformersAdapter.over(model, layers, plan, config.attention), prefix
-
-
-def _with_host_tier(
-    model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, context: TreeCacheBuildContext, config: EngineConfig
-) -> tuple[TransformersAdapter, PrefixCache]:
-    """Add host memory for prefixes, which copies from the device's slots: these are allocated first."""
-    if context.is_hybrid_swa or context.is_all_swa:
-        raise ConfigError(
-            "prefix_host_bytes is for models with one space of slots, and window layers of this one have slots "
-            "of their own; leave prefix_host_bytes at 0"
-        )
-    adapter = TransformersAdapter.over(model, layers, plan, config.attention)
-    assert isinstance(adapter.pool, SlotPool), "a uniform plan makes one space"
-    tier = token_tier(adapter.pool, config.prefix_host_bytes)
-    prefix = create_tree_cache(
-        replace(context, enable_hierarchical_cache=True, tier_transfer=tier, host_write_policy=WRITE_POLICY)
-    )
-    if not isinstance(prefix, HierarchicalRadixCache) or prefix.transfer is not tier:
-        raise _keeps_nothing_on_host(config)
-    _require_room_for_a_page(prefix, plan)
-    return adapter, prefix
-
-
-def _with_host_states(
-    model: PreTrainedModel, layers: ModelLayers, plan: SlotPlan, context: TreeCacheBuildContext, config: EngineConfig
-) -> tuple[TransformersAdapter, PrefixCache]:
-    """The same for a model with layers that keep states, which move to host memory with their prefixes."""
-    host_plan = SlotPlan.on_host(layers, model.dtype, config.prefix_host_bytes)
-    adapter = TransformersAdapter.over(model, layers, plan, config.attention)
-    assert isinstance(adapter.pool, SlotPool), "a plan with states makes one space"
-    assert adapter.states is not None, "a plan with states makes states"
-    tier, state_tier = state_tiers(adapter.pool, adapter.states, host_plan, config.prefix_host_bytes)
-    prefix = create_tree_cache(
-        replace(
-            context,
-            enable_hierarchical_cache=True,
-            tier_transfer=tier,
-            state_tier_transfer=state_tier,
-            host_write_policy=WRITE_POLICY,
-        )
-    )
-    if not isinstance(prefix, HierarchicalStateCache) or prefix.state_transfer is not state_tier:
-        raise _keeps_nothing_on_host(config)
-    _require_room_for_a_page(prefix, plan)
-    return adapter, prefix
-
-
-def _keeps_nothing_on_host(config: EngineConfig) -> ConfigError:
-    return ConfigError(
-        f"prefix-cache backend {config.radix_cache_backend!r} keeps nothing in host memory; leave prefix_host_bytes "
-        "at 0 or choose radix_cache_backend 'default'"
-    )
 
 
 def donor_proposer(config: EngineConfig, tokenizer: object) -> DonorProposer | None:
@@ -220,7 +156,7 @@ def cache_manager(
     Raises:
         ConfigError: The books of donors do not fit into memory, or there is no such store or semantic provider.
     """
-    tier, state_tier = tiers_of(prefix)
+    tier, state_tier = _tiers(prefix, config)
     layers: LayerSlots
     request_donors: RequestDonors
     try:
@@ -233,10 +169,15 @@ def cache_manager(
             tier=tier,
         )
         rules = DonorRules(space.donors, min_run=config.min_run, max_generation=config.max_generation)
-        if isinstance(adapter.pool, HybridSlotPool):
+        if not isinstance(adapter.pool, SlotPool):
+            from kvgraft.engine.kv.host_donors import HostDonors  # loaded for models with windows
+            from kvgraft.engine.kv.sliding_windows import SlidingWindows
+
             layers = windows = SlidingWindows(space, adapter.pool)
             request_donors = HostDonors(space, rules, windows)
         elif adapter.states is not None:
+            from kvgraft.engine.kv.running_states import RunningStates  # loaded for models that keep a state
+
             most_running = running_states(adapter.states.num_states, config.max_running)
             layers = RunningStates(space, adapter.states, BranchingPoints(), max_running=most_running, tier=state_tier)
             request_donors = NoDonors(space, rules)
@@ -257,7 +198,7 @@ def cache_manager(
         proposer=proposer,
     )
     flops = ModelFlops.of_model(adapter.model, adapter.layers)
-    if config.semantic_provider and isinstance(adapter.pool, HybridSlotPool):
+    if config.semantic_provider and not isinstance(adapter.pool, SlotPool):
         raise ConfigError("semantic_provider does not go with sliding windows, which keep no whole text; unset it")
     substitutes = _substitutes(config, loaded)
     planner = Planner(space, flops, lookup, risk, refusal=refusal, substitutes=substitutes)
@@ -271,3 +212,12 @@ def _substitutes(config: EngineConfig, loaded: LoadedModel) -> Substitutes | Non
     from kvgraft.reuse.substitute import Substitutes
 
     return Substitutes.configured(config, loaded)
+
+
+def _tiers(prefix: PrefixCache, config: EngineConfig) -> tuple[HostTier | None, HostTier | None]:
+    """Return the host memory of K/V and of states that the prefix cache was made with; nothing of it is imported without."""
+    if not config.prefix_host_bytes:
+        return None, None
+    from kvgraft.engine.kv.host_tier import tiers_of
+
+    return tiers_of(prefix)

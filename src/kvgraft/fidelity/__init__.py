@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvgraft.fidelity.metrics import AgreementSummary, Divergence, answer_nll, divergence
-from kvgraft.fidelity.model_cache import cache_argument, cache_of
 from kvgraft.fidelity.stock import StockAnswer, StockReference, stock_answer, stock_logits, stock_reference
+from kvgraft.model_cache import cache_argument, cache_of
 
 __all__ = [
     "AgreementSummary",

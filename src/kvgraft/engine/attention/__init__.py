@@ -2,7 +2,6 @@
 
 from kvgraft.engine.attention.base import AttentionBackend, BatchAttention, LayerQuery
 from kvgraft.engine.attention.choose import ATTENTION_BACKENDS, AttentionChoice, AttentionHeads, choose_attention
-from kvgraft.engine.attention.hybrid import HybridBatch
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -10,7 +9,6 @@ __all__ = [
     "AttentionChoice",
     "AttentionHeads",
     "BatchAttention",
-    "HybridBatch",
     "LayerQuery",
     "choose_attention",
 ]

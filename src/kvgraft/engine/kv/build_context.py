@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.model.slot_plan import SlotPlan
     from kvgraft.events import EventLog
+    from kvgraft.prefix import PrefixCache
 
 
 def tree_cache_context(
@@ -91,3 +92,12 @@ def eviction_parameters(config: EngineConfig) -> dict[str, int]:
 
 def _object(text: str) -> dict[str, Any]:
     return json.loads(text) if text else {}
+
+
+def require_room_for_a_page(prefix: PrefixCache, plan: SlotPlan) -> None:
+    """Raise `ConfigError` if no page of the prefix cache fits into the planned slots."""
+    if prefix.page_size > plan.num_slots:
+        raise ConfigError(
+            f"page_size={prefix.page_size} is more than the {plan.num_slots} K/V slots, so that no prefix could be kept; "
+            "lower page_size or raise num_slots"
+        )

@@ -21,21 +21,19 @@ from kvgraft.engine.attention import (
     AttentionChoice,
     AttentionHeads,
     BatchAttention,
-    HybridBatch,
     LayerQuery,
     choose_attention,
 )
 from kvgraft.engine.model.drift_pass import BatchDrift
 from kvgraft.engine.model.layers import ModelLayers, cached_layers, layer_window, unsupported_attention
 from kvgraft.engine.model.masks import marked_mask, marked_masks, require_known, require_mask
-from kvgraft.engine.model.mixers import NoLayer, StatefulCache, find_mixers, unwrap, wrap
+from kvgraft.engine.model.mixers import NoLayer, StatefulCache, unwrap, wrap
 from kvgraft.engine.model.rope_lengths import RopeLengths
 from kvgraft.engine.model.slot_plan import SlotPlan, build_pool, build_states
-from kvgraft.engine.model.state_pass import StatePass
 from kvgraft.errors import ConfigError, ModelError
-from kvgraft.fidelity import cache_argument
 from kvgraft.graft.model import PassAbandonedError, SequenceOutput, SequenceRows
-from kvgraft.memory.hybrid_pool import HybridSlotPool
+from kvgraft.memory.pool import SlotPool
+from kvgraft.model_cache import cache_argument
 from kvgraft.windows import widest
 
 if TYPE_CHECKING:
@@ -44,9 +42,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from kvgraft.engine.attention import AttentionBackend
     from kvgraft.engine.model.masks import MaskRule
+    from kvgraft.engine.model.mixers import Mixer, StatePlace
+    from kvgraft.engine.model.state_pass import StatePass
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.memory.pool import KVPlace, SlotPool
+    from kvgraft.memory.hybrid_pool import HybridSlotPool
+    from kvgraft.memory.pool import KVPlace
     from kvgraft.memory.state_pool import StatePool
 
 ATTENTION_NAME = "kvgraft"
@@ -220,7 +222,7 @@ class TransformersAdapter:
             members = [index for index, own in enumerate(kinds) if own == kind]
             is_long, deviation_layer = kind
             part = [batch[i] for i in members]
-            states = None if self.states is None else StatePass(part, self.states)
+            states = None if self.states is None else _state_pass(part, self.states)
             found = self._forward_pass(part, states, deviation_layer, is_long=is_long)
             outputs.update(zip(members, found, strict=True))
             if states is not None and not deviation_layer:
@@ -266,11 +268,11 @@ class TransformersAdapter:
         backend, pool = self.attention.backend, self.pool
         place: KVPlace
         attention: BatchAttention
-        if isinstance(pool, HybridSlotPool):
-            windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
-            place, attention = pool.place(target, np.concatenate(windows)), HybridBatch(batch, pool, backend)
-        else:
+        if isinstance(pool, SlotPool):
             place, attention = pool.place(target), backend.plan(batch, pool)
+        else:
+            windows = [rows.swa_indices[rows.positions] for rows in batch if rows.swa_indices is not None]
+            place, attention = pool.place(target, np.concatenate(windows)), _hybrid_batch(batch, pool, backend)
         return _PackedBatch(
             place,
             attention,
@@ -299,7 +301,7 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
         model.set_attn_implementation("eager")
     unwrap(model)
     cached = cached_layers(model)
-    mixers = find_mixers(model, sorted(cached.states.items()))
+    mixers = _mixers(model, cached.states)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ModelError(
@@ -327,6 +329,29 @@ def take_over(model: PreTrainedModel) -> ModelLayers:
     wrap(model, mixers)
     numbers = tuple(cached.shapes) if mixers else ()
     return ModelLayers(tuple(cached.shapes.values()), windows, has_sinks, numbers, mixers)
+
+
+def _mixers(model: PreTrainedModel, states: dict[int, tuple[StatePlace, ...]]) -> tuple[Mixer, ...]:
+    """Find what keeps the states of layers, by their numbers; nothing of that is imported for a model without any."""
+    if not states:
+        return ()
+    from kvgraft.engine.model.mixer_search import find_mixers
+
+    return find_mixers(model, sorted(states.items()))
+
+
+def _hybrid_batch(batch: Sequence[SequenceRows], pool: HybridSlotPool, backend: AttentionBackend) -> BatchAttention:
+    """Lay out a pass of a model with windows; what does so is imported with the first one, the self-check's."""
+    from kvgraft.engine.attention.hybrid import HybridBatch
+
+    return HybridBatch(batch, pool, backend)
+
+
+def _state_pass(batch: Sequence[SequenceRows], states: StatePool) -> StatePass:
+    """Take the states of a pass; what does so is imported with the first one, the self-check's."""
+    from kvgraft.engine.model.state_pass import StatePass
+
+    return StatePass(batch, states)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvgraft.errors import PolicyError, one_line
 from kvgraft.graft.drift_layout import RunLayout
-from kvgraft.memory.hybrid_pool import HybridSlotPool
+from kvgraft.memory.pool import SlotPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.model import SequenceRows
     from kvgraft.graft.rope import RopeSpec
-    from kvgraft.memory.pool import SlotIndex, SlotPool
+    from kvgraft.memory.hybrid_pool import HybridSlotPool
+    from kvgraft.memory.pool import SlotIndex
 
 
 class CorrectedKV(NamedTuple):
@@ -57,7 +58,7 @@ class _SequenceDrift:
         # Positions of one sequence ascend, so a sampled token's row is where its position stands among them.
         self._rows = torch.from_numpy(first_row + np.searchsorted(rows.positions, sample)).to(pool.device)
         self._slots: dict[int, _Slots] = {}
-        if not isinstance(pool, HybridSlotPool):
+        if isinstance(pool, SlotPool):
             self._add(pool, layout, rows.kv_indices[sample], rows.kv_indices[rest])
             return
         if pool.full is not None:
@@ -115,7 +116,7 @@ class BatchDrift:
             keys: (num_rows, num_kv_heads, head_dim), of the rows of the pass, which do not lie in their slots yet.
             values: Likewise.
         """
-        pool, number = self._pool.pool_of(layer) if isinstance(self._pool, HybridSlotPool) else (self._pool, layer)
+        pool, number = (self._pool, layer) if isinstance(self._pool, SlotPool) else self._pool.pool_of(layer)
         rope = None if self._rope is None else self._rope[layer]
         due = (sequence for sequence in self._sequences if layer >= sequence.correction.first_layer)
         found = (sequence.corrected(pool, number, keys, values, rope) for sequence in due)

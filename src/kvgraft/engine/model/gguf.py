@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from math import isclose
@@ -43,105 +44,121 @@ def require_gguf_packages() -> None:
             raise ImportError(f"GGUF models need {package}: pip install 'kvgraft[gguf]'", name=package) from error
 
 
-def open_gguf(name: str, path: Path) -> GGUFHeader:
-    """Read the header of a file and check that the rest is there.
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A file with a model, whose header was read.
 
-    Raises:
-        ImportError: The extra `gguf` is not installed.
-        ModelError: The file is no GGUF, truncated, a part of several, or has tensors of a type that nothing here reads.
+    Attributes:
+        name: What the user called the model.
+        path: Of the file.
+        header: Its metadata, and where its tensors lie.
     """
-    header = read_header(name, path)
-    require_gguf_packages()
-    parts = header.values.get("split.count", 1)
-    if isinstance(parts, int) and parts > 1:
-        raise ModelError(f"{name} is one of {parts} parts of a model; join them first, with llama-gguf-split --merge")
-    for tensor in header.tensors:
-        end = tensor.offset + _num_bytes(name, tensor)
-        if end > header.num_bytes:
+
+    name: str
+    path: Path
+    header: GGUFHeader
+
+    @classmethod
+    def opened(cls, name: str, path: Path) -> GGUFFile:
+        """Read the header of a file and check that the rest is there.
+
+        Raises:
+            ImportError: The extra `gguf` is not installed.
+            ModelError: The file is no GGUF, truncated, a part of several, or has tensors of a type that nothing here reads.
+        """
+        header = read_header(name, path)
+        require_gguf_packages()
+        parts = header.values.get("split.count", 1)
+        if isinstance(parts, int) and parts > 1:
             raise ModelError(
-                f"{name} is truncated: {header.num_bytes:,} bytes, and {tensor.name} ends at {end:,}; fetch it again"
+                f"{name} is one of {parts} parts of a model; join them first, with llama-gguf-split --merge"
             )
-    return header
+        for tensor in header.tensors:
+            end = tensor.offset + _num_bytes(name, tensor)
+            if end > header.num_bytes:
+                raise ModelError(
+                    f"{name} is truncated: {header.num_bytes:,} bytes, and {tensor.name} ends at {end:,}; fetch it again"
+                )
+        return cls(name, path, header)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The checkpoint's own precision: that of its tensors besides float32 ones, bfloat16 if they are quantized."""
+        from gguf import GGMLQuantizationType as Type
+
+        kinds = {tensor.ggml_type for tensor in self.header.tensors} - {Type.F32}
+        if not kinds:
+            return torch.float32
+        return torch.float16 if kinds == {Type.F16} else torch.bfloat16
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the file holds a vocabulary."""
+        return bool(self.header.values.get("tokenizer.ggml.tokens"))
+
+    @staticmethod
+    def dequantised() -> Mapping[str, object]:
+        """Return what makes transformers unpack all weights, rather than compute with packed ones where it has kernels."""
+        from transformers import GgufConfig
+
+        return {"quantization_config": GgufConfig(dequantize=True)}
+
+    @staticmethod
+    @contextmanager
+    def translated_once() -> Iterator[None]:
+        """Let transformers read a file's metadata once, quickly, and make its table of names once, without a progress bar.
+
+        It does so again for the configuration, the weights and the tokenizer, and makes the table for every module of a
+        model, though both follow from the file alone: SmolLM2-135M takes 18 s of processor time so and 3 s in here. Threads
+        take turns.
+        """
+        import gguf
+        from transformers import modeling_gguf_pytorch_utils as translation
+
+        from kvgraft.engine.model.gguf_reader import QuickGGUFReader
+
+        replaced = [
+            (gguf, "GGUFReader", cache(QuickGGUFReader)),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+            (translation, "tqdm", lambda tensors, **_: tensors),
+        ]
+        with _TRANSLATION, ExitStack() as restored:
+            for owner, attribute, replacement in replaced:
+                restored.callback(setattr, owner, attribute, getattr(owner, attribute))
+                setattr(owner, attribute, replacement)
+            yield
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Check that `model` is what the file says, and set what ends its texts.
+
+        The configuration loses the note that its weights were quantized: they no longer are, and it names the file.
+
+        Raises:
+            ModelError: The file holds tensors that the model has no place for, or positions that it treats in another way.
+        """
+        _require_every_tensor(self.name, model, self.header)
+        config = model.config.get_text_config(decoder=True)
+        _require_positions(self.name, config, self.header)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        ends = _end_token_ids(self.header)
+        model.config.eos_token_id = ends
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = ends
+
+    def digest(self) -> bytes:
+        """Digest of every byte of the file, about 0.1 s for 100 MB."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16, person=b"kvgraft.gguf")).digest()
 
 
-def gguf_dtype(header: GGUFHeader) -> torch.dtype:
-    """The checkpoint's own precision: that of its tensors besides float32 ones, bfloat16 if they are quantized."""
-    from gguf import GGMLQuantizationType as Type
-
-    kinds = {tensor.ggml_type for tensor in header.tensors} - {Type.F32}
-    if not kinds:
-        return torch.float32
-    return torch.float16 if kinds == {Type.F16} else torch.bfloat16
-
-
-def dequantised() -> Mapping[str, object]:
-    """Makes transformers unpack all weights, rather than compute with packed ones where it has kernels."""
-    from transformers import GgufConfig
-
-    return {"quantization_config": GgufConfig(dequantize=True)}
-
-
-@contextmanager
-def translated_once() -> Iterator[None]:
-    """Let transformers read a file's metadata once, quickly, and make its table of names once, without a progress bar.
-
-    It does so again for the configuration, the weights and the tokenizer, and makes the table for every module of a model,
-    though both follow from the file alone: SmolLM2-135M takes 18 s of processor time so and 3 s in here. Threads take turns.
-    """
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as translation
-
-    from kvgraft.engine.model.gguf_reader import QuickGGUFReader
-
-    replaced = [
-        (gguf, "GGUFReader", cache(QuickGGUFReader)),
-        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        (translation, "tqdm", lambda tensors, **_: tensors),
-    ]
-    with _TRANSLATION, ExitStack() as restored:
-        for owner, attribute, replacement in replaced:
-            restored.callback(setattr, owner, attribute, getattr(owner, attribute))
-            setattr(owner, attribute, replacement)
-        yield
-
-
-def finish_gguf(name: str, model: PreTrainedModel, header: GGUFHeader) -> None:
-    """Check that `model` is what the file says, and set what ends its texts.
-
-    The configuration loses the note that its weights were quantized: they no longer are, and it names the file.
-
-    Raises:
-        ModelError: The file holds tensors that the model has no place for, or positions that it treats in another way.
-    """
-    _require_every_tensor(name, model, header)
-    config = model.config.get_text_config(decoder=True)
-    _require_positions(name, config, header)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    ends = end_token_ids(header)
-    model.config.eos_token_id = ends
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = ends
-
-
-def end_token_ids(header: GGUFHeader) -> list[int] | None:
+def _end_token_ids(header: GGUFHeader) -> list[int] | None:
     """Ids that end a text, a turn or a message by the file, ascending; None where it names none.
 
     transformers has the default of the model's class where its table of GGUF keys has no place for them.
     """
     found = (header.values.get(f"tokenizer.ggml.{end}_token_id") for end in _END_TOKENS)
     return sorted({int(token_id) for token_id in found if token_id is not None}) or None
-
-
-def has_tokenizer(header: GGUFHeader) -> bool:
-    """Return whether the file holds a vocabulary."""
-    return bool(header.values.get("tokenizer.ggml.tokens"))
-
-
-def content_digest(path: Path) -> bytes:
-    """Digest of every byte of the file, about 0.1 s for 100 MB."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16, person=b"kvgraft.gguf")).digest()
 
 
 def _num_bytes(name: str, tensor: TensorEntry) -> int:

@@ -11,8 +11,8 @@ from transformers import cache_utils
 
 from kvgraft.engine.model.mixers import StatePlace, state_places
 from kvgraft.errors import ModelError
-from kvgraft.fidelity import cache_of
 from kvgraft.memory.pool import LayerShape
+from kvgraft.model_cache import cache_of
 from kvgraft.windows import ChunkedWindow, SlidingWindow, WindowKind, widest
 
 if TYPE_CHECKING:

@@ -12,15 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvgraft.config import quoted
-from kvgraft.engine.model.gguf import (
-    content_digest,
-    dequantised,
-    finish_gguf,
-    gguf_dtype,
-    has_tokenizer,
-    open_gguf,
-    translated_once,
-)
 from kvgraft.engine.model.tokenizer_probe import probe_tokenizer
 from kvgraft.errors import ConfigError, ModelError, is_out_of_memory, one_line
 from kvgraft.models import configuration_of, find_checkpoint, load_failure, require_on_hub, require_sizes
@@ -30,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvgraft.engine.model.gguf_header import GGUFHeader
+    from kvgraft.engine.model.gguf import GGUFFile
     from kvgraft.models import Checkpoint
     from kvgraft.types import TokenArray
 
@@ -97,11 +88,11 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     checkpoint = find_checkpoint(name)
     if configuration_of(checkpoint) is None and checkpoint.gguf is None:
         require_on_hub(checkpoint.source)
-    header = None if checkpoint.gguf is None else open_gguf(name, checkpoint.gguf)
-    torch_dtype, torch_device = _dtype(dtype, header), _device(device)
-    with _without_log(), nullcontext() if header is None else translated_once():
-        model = _load_decoder(checkpoint, header, torch_dtype)
-        tokenizer = _load_tokenizer(checkpoint, header)
+    gguf = _opened_gguf(checkpoint)
+    torch_dtype, torch_device = _dtype(dtype, gguf), _device(device)
+    with _without_log(), nullcontext() if gguf is None else gguf.translated_once():
+        model = _load_decoder(checkpoint, gguf, torch_dtype)
+        tokenizer = _load_tokenizer(checkpoint, gguf)
     try:
         torch.nn.Module.to(model, torch_device)
     except RuntimeError as error:
@@ -110,7 +101,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         raise ModelError(f"model {name} cannot be moved to {torch_device}: {one_line(error)}") from error
     if tokenizer is not None:
         probe_tokenizer(name, tokenizer, embedding_size(model))
-    return adopt_model(name, model, tokenizer, b"" if checkpoint.gguf is None else content_digest(checkpoint.gguf))
+    return adopt_model(name, model, tokenizer, b"" if gguf is None else gguf.digest())
 
 
 def adopt_model(
@@ -162,7 +153,16 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     return digest.hexdigest()
 
 
-def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torch.dtype | str) -> PreTrainedModel:
+def _opened_gguf(checkpoint: Checkpoint) -> GGUFFile | None:
+    """Open the file that a checkpoint is, if it is one; nothing of GGUF is imported for others."""
+    if checkpoint.gguf is None:
+        return None
+    from kvgraft.engine.model.gguf import GGUFFile
+
+    return GGUFFile.opened(checkpoint.name, checkpoint.gguf)
+
+
+def _load_decoder(checkpoint: Checkpoint, gguf: GGUFFile | None, dtype: torch.dtype | str) -> PreTrainedModel:
     """Load configuration and weights; weights that the checkpoint does not hold are refused."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -187,21 +187,21 @@ def _load_decoder(checkpoint: Checkpoint, header: GGUFHeader | None, dtype: torc
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             **checkpoint.arguments,
-            **({} if header is None else dequantised()),
+            **({} if gguf is None else gguf.dequantised()),
         )
     except Exception as error:
         raise ModelError(_load_failure(checkpoint, error)) from error
     model: PreTrainedModel
     model, info = loaded
     _require_weights(name, info, _OTHER_SENSES if config.get_text_config(decoder=True) is not config else ())
-    if header is not None:
-        finish_gguf(name, model, header)
+    if gguf is not None:
+        gguf.finish(model)
     return model
 
 
-def _dtype(name: str, header: GGUFHeader | None) -> torch.dtype | str:
+def _dtype(name: str, gguf: GGUFFile | None) -> torch.dtype | str:
     if name == "auto":
-        own = "auto" if header is None else gguf_dtype(header)
+        own = "auto" if gguf is None else gguf.dtype
         return own if torch.cuda.is_available() else torch.float32
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}; choose auto, {', '.join(DTYPES)}")
@@ -275,7 +275,7 @@ def _without_log() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_tokenizer(checkpoint: Checkpoint, header: GGUFHeader | None) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(checkpoint: Checkpoint, gguf: GGUFFile | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a model, None if it has none.
 
     Raises:
@@ -283,14 +283,14 @@ def _load_tokenizer(checkpoint: Checkpoint, header: GGUFHeader | None) -> PreTra
     """
     from transformers import AutoTokenizer
 
-    if header is not None and not has_tokenizer(header):
+    if gguf is not None and not gguf.has_tokenizer:
         return None
-    if Path(checkpoint.source).is_dir() and header is None and not _has_tokenizer_files(checkpoint.source):
+    if Path(checkpoint.source).is_dir() and gguf is None and not _has_tokenizer_files(checkpoint.source):
         return None  # transformers would make an empty one for some families
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.source, **checkpoint.arguments)
     except Exception as error:
-        if header is None and not _has_tokenizer_files(checkpoint.source):
+        if gguf is None and not _has_tokenizer_files(checkpoint.source):
             return None
         raise ModelError(
             f"cannot load the tokenizer of model {checkpoint.name}: {load_failure(checkpoint.name, error)}; fetch its files "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.fidelity import cache_argument, cache_of
+from kvgraft.model_cache import cache_argument, cache_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -25,11 +25,10 @@ from torch import Tensor
 from kvgraft.engine.model.own_noise import MOST_NOISE, own_noise
 from kvgraft.engine.model.probe_tokens import probe_tokens
 from kvgraft.engine.model.rope_lengths import check_lengths
-from kvgraft.engine.model.state_check import STATE_CHECK_TOKENS, cut_prompts, state_error
 from kvgraft.errors import ModelError
-from kvgraft.fidelity import cache_of
 from kvgraft.graft.model import SequenceRows
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
+from kvgraft.model_cache import cache_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -68,7 +67,11 @@ class SelfCheckReport:
 
 def probe_slots(adapter: TransformersAdapter) -> int:
     """K/V slots that the self-check makes use of: `PROBE_SLOTS`, and for a model with states more, if the pool has them."""
-    wanted = PROBE_SLOTS if adapter.states is None else STATE_CHECK_TOKENS + adapter.layers.chunk_size
+    wanted = PROBE_SLOTS
+    if adapter.states is not None:
+        from kvgraft.engine.model.state_check import STATE_CHECK_TOKENS  # loaded for models that keep a state
+
+        wanted = STATE_CHECK_TOKENS + adapter.layers.chunk_size
     return min(wanted, adapter.pool.num_slots)
 
 
@@ -94,6 +97,8 @@ def self_check(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: in
     if adapter.states is None:
         forward_error = _forward_error(adapter, kv_indices)
     else:
+        from kvgraft.engine.model.state_check import state_error  # loaded for models that keep a state
+
         forward_error = state_error(adapter, adapter.states, kv_indices)
     forward_error = max(forward_error, _length_error(adapter, kv_indices, longest, tolerance))
     if not forward_error <= tolerance:
@@ -195,6 +200,8 @@ def _require_rounding(adapter: TransformersAdapter, kv_indices: np.ndarray, erro
     if adapter.states is None:
         prompts = [(probe_tokens(adapter.model, _PROMPT_TOKENS), list(_CUTS))]
     else:
+        from kvgraft.engine.model.state_check import cut_prompts  # loaded for models that keep a state
+
         prompts = cut_prompts(adapter, kv_indices)
     with adapter.stock() as model:
         noise = own_noise(model, prompts)

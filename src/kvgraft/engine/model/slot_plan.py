@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from kvgraft.config import physical_memory, quoted
 from kvgraft.errors import ConfigError
-from kvgraft.memory.hybrid_pool import HybridSlotPool
 from kvgraft.memory.pool import SlotPool
-from kvgraft.memory.state_pool import StatePool
 
 if TYPE_CHECKING:
     import torch
 
     from kvgraft.engine.model.layers import ModelLayers
+    from kvgraft.memory.hybrid_pool import HybridSlotPool
+    from kvgraft.memory.state_pool import StatePool
     from kvgraft.windows import WindowKind
 
 MIN_SLOTS = 64
@@ -183,6 +183,8 @@ def build_pool(
     try:
         if not plan.num_window_slots:
             return SlotPool(layers.shapes, plan.num_slots, dtype, device)
+        from kvgraft.memory.hybrid_pool import HybridSlotPool  # loaded for models with windows
+
         return HybridSlotPool(
             layers.shapes,
             layers.windows,
@@ -213,6 +215,8 @@ def build_states(layers: ModelLayers, plan: SlotPlan, device: torch.device) -> S
     if device.type == "cpu" and num_bytes > physical_memory():
         raise too_large
     try:
+        from kvgraft.memory.state_pool import StatePool  # loaded for models that keep a state
+
         return StatePool(layers.state_parts, plan.num_states, device)
     except (MemoryError, RuntimeError) as error:
         raise too_large from error
