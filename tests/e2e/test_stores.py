@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvgraft.engine import LLM, SamplingParams, core
+from kvgraft.engine import LLM, SamplingParams, store_space
 from kvgraft.engine.model.loading import adopt_model
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.risk import Served
@@ -882,7 +882,7 @@ class TestReset:
             raise MemoryError("no room for a digest")
 
         with monkeypatch.context() as patch:
-            patch.setattr(core, "space_of", fails)
+            patch.setattr(store_space, "space_of", fails)
             with torch.no_grad():
                 llm.loaded.model.get_input_embeddings().weight[7, 7] += 0.1
             with pytest.raises(MemoryError):

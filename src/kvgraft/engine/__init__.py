@@ -3,8 +3,8 @@
 Rooms: `requests`, `schedule`, `kv`, `stores`, `model`, `attention`, `sampling`, `idle`.
 
 Public modules: `inspection`, `kv.kv_space`, `memory_use`, `model.adapter`, `model.loading`, `model.tokenizer_probe`,
-`requests.document_names`, `requests.options`, `requests.repair`, `requests.request_builder`, `requests.risk`,
-`requests.text`, `requests.token_spans`, `sampling.bad_words`, `sampling.schema_rules`,
+`requests.document_names`, `requests.donor_names`, `requests.options`, `requests.repair`, `requests.request_builder`,
+`requests.risk`, `requests.text`, `requests.token_spans`, `sampling.bad_words`, `sampling.schema_rules`,
 `sampling.structure`.
 """
 
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
             f"kvgraft.engine needs {error.name}: pip install 'kvgraft[torch]'", name=error.name
         ) from error
     raise
-from kvgraft.engine.idle.dictated import DictatedAnswer
+from kvgraft.engine.idle.dictated_answer import DictatedAnswer
 from kvgraft.engine.idle.scoring import Probe, Score
 from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.engine.requests.request import FinishReason, PromptFacts, Request, RequestOutput, StreamPart

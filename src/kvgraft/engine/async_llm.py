@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
-from kvgraft.engine.inspection import Inspection
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.request_builder import prompt_length
 from kvgraft.engine.snapshot import EngineSnapshot
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
 
     from kvgraft.config import EngineConfig
+    from kvgraft.engine.inspection import Inspection
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.options import OptionFields
     from kvgraft.engine.requests.request import Request, StreamPart
@@ -213,6 +213,8 @@ class AsyncLLM:
         Raises:
             OverloadedError: The engine's thread has ended.
         """
+        from kvgraft.engine.inspection import Inspection  # loaded where it is asked for
+
         return await self._call(lambda: Inspection.of(self._engine))
 
     async def check(self) -> None:

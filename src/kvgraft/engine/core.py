@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.config.stores import store_urls
 from kvgraft.engine.assembly import adapter_and_prefix, cache_manager, donor_proposer
 from kvgraft.engine.event_feed import EventFeed
 from kvgraft.engine.idle.audit import Auditor
@@ -23,13 +24,11 @@ from kvgraft.engine.model.self_check import PROBE_SLOTS, SelfCheckReport, probe_
 from kvgraft.engine.requests.request_builder import RequestBuilder
 from kvgraft.engine.requests.risk import HeldRisk
 from kvgraft.engine.requests.text import OutputText
-from kvgraft.engine.sampling.logit_rules import LogitRules
-from kvgraft.engine.sampling.sampling import Sampler
+from kvgraft.engine.sampling.sampling import Sampler, rules_of
 from kvgraft.engine.schedule.active import ActiveRequest
 from kvgraft.engine.schedule.pace import Pace
 from kvgraft.engine.schedule.recording import Recording
 from kvgraft.engine.schedule.scheduler import Scheduler
-from kvgraft.engine.store_space import open_store_tier, space_of
 from kvgraft.errors import (
     OUT_OF_MEMORY,
     ConfigError,
@@ -42,10 +41,8 @@ from kvgraft.errors import (
     one_line,
 )
 from kvgraft.memory import Owner
-from kvgraft.memory.store.registry import require_stores
 from kvgraft.observability import NullRecorder
 from kvgraft.observability.stages import stage
-from kvgraft.reuse.announcer import DonorAnnouncer
 from kvgraft.types import Namespace
 
 if TYPE_CHECKING:
@@ -130,7 +127,10 @@ class Engine:
             )
         # Refused before a model is loaded.
         eviction_parameters(config)
-        require_stores(config.store)
+        if store_urls(config.store):
+            from kvgraft.memory.store.registry import require_stores  # loaded where it is asked for
+
+            require_stores(config.store)
         if config.embedder != "none":
             from kvgraft.semantic.registry import require_embedder  # loaded where it is asked for
 
@@ -181,13 +181,18 @@ class Engine:
             common = Namespace(self.loaded.fingerprint)
             self._events.log.common_key = common.key
             if config.announce_donors:
+                from kvgraft.reuse.announcer import DonorAnnouncer  # loaded where it is asked for
+
                 self.space.donors.watch(DonorAnnouncer(self._events.log.announce, common))
         self.sessions = Sessions(self.space, self.builder, max_sessions=config.max_sessions, ttl_s=config.session_ttl_s)
         self._pace = Pace(config.stream_slowdown, max_step_s, self.manager.flops.per_token)
         self.scheduler = Scheduler(self.manager, self._pace, max_running=config.max_running, max_rows=config.max_rows)
         self.auditor = Auditor(self.adapter, self.manager, self.risk)
         self.healer = IdleHealer(self.adapter, self.manager)
-        self.stores = open_store_tier(config, self.loaded, self.adapter, self.space, self.self_check.refusal)
+        if store_urls(config.store):
+            from kvgraft.engine.store_space import open_store_tier  # loaded where it is asked for
+
+            self.stores = open_store_tier(config, self.loaded, self.adapter, self.space, self.self_check.refusal)
         if self.stores is not None:
             self.stores.flops_per_s = lambda: self._pace.flops_per_s
 
@@ -221,7 +226,7 @@ class Engine:
     def _queued(self, request: Request) -> ActiveRequest:
         sampling, device = request.sampling, self.adapter.pool.device
         structure = None if request.structure is None else request.structure.start()
-        rules = LogitRules.of(sampling, request.token_ids, self.eos_token_ids, device)
+        rules = rules_of(sampling, request.token_ids, self.eos_token_ids, device)
         active = ActiveRequest(
             request,
             OutputText.of(self.loaded.tokenizer, sampling),
@@ -268,6 +273,8 @@ class Engine:
             logger.exception("what is cached cannot be read; the engine begins anew with nothing cached")
             self.rebuild()
         if self.stores is not None:
+            from kvgraft.engine.store_space import space_of  # loaded with the stores
+
             self.stores.leave()  # first: if the digest fails, nothing of these weights may get to where others' K/V lie
             self.stores.enter(space_of(self.loaded, self.adapter))
         if (

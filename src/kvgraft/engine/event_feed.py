@@ -7,15 +7,10 @@ and none after it. Donors are marked so that no reader takes them for a prefix
 
 from __future__ import annotations
 
-import json
-import logging
-from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from kvgraft.config import quoted
-from kvgraft.errors import ConfigError
-from kvgraft.events import EventLog, PublisherConfig, ZmqEventPublisher
-
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from kvgraft.events import EventLog, ZmqEventPublisher
 
 
 class EventFeed:
@@ -33,8 +28,14 @@ class EventFeed:
             IntegrationError: The endpoint cannot be opened.
             ImportError: The extra `router` is not installed.
         """
-        self._publisher = _opened(publisher_config(kv_events)) if kv_events else None
-        self.log = None if self._publisher is None else EventLog()
+        self._publisher: ZmqEventPublisher | None = None
+        self.log: EventLog | None = None
+        if kv_events:
+            from kvgraft.engine.event_endpoint import opened_endpoint  # loaded where events are asked for
+            from kvgraft.events import EventLog
+
+            self._publisher = opened_endpoint(kv_events)
+            self.log = EventLog()
 
     def flush(self) -> None:
         """Hand on what was recorded since the last call; it is encoded and sent by a thread of its own.
@@ -53,37 +54,3 @@ class EventFeed:
             self.flush()
             self._publisher.close()
             self._publisher = None
-
-
-def _opened(config: PublisherConfig) -> ZmqEventPublisher:
-    publisher = ZmqEventPublisher(config)
-    if config.open_endpoints:
-        logger.warning(
-            "any client that reaches %s reads the tokens of all prompts and answers: kv_events has no keys; name "
-            "tcp://127.0.0.1:PORT for this machine alone, or keep others out by a firewall",
-            " and ".join(config.open_endpoints),
-        )
-    return publisher
-
-
-def publisher_config(kv_events: str) -> PublisherConfig:
-    """Return what `kv_events` says: an endpoint, or a JSON object with fields of `PublisherConfig`.
-
-    Raises:
-        ConfigError: It is no JSON object of such fields; names what there is.
-    """
-    if not kv_events.startswith("{"):
-        return PublisherConfig(kv_events)
-    known = {field.name: field for field in fields(PublisherConfig)}
-    try:
-        values = json.loads(kv_events)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"kv_events is no valid JSON: {error}") from error
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(f"kv_events has no field {quoted(name)}; it has {', '.join(known)}")
-        default = known[name].default
-        kind = str if default is None else type(default)
-        if type(value) is not kind and value is not default:
-            raise ConfigError(f"{name} of kv_events must be of type {kind.__name__}, not {quoted(value)}")
-    return PublisherConfig(**values)

@@ -15,7 +15,6 @@ import numpy as np
 from kvgraft.config import quoted
 from kvgraft.engine.assembly import engine_config
 from kvgraft.engine.core import Engine, StepEvent
-from kvgraft.engine.idle.dictated import DictatedAnswer, dictate
 from kvgraft.engine.idle.scoring import Probe, Score, probe, score
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.text import OutputText
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvgraft.config import EngineConfig
+    from kvgraft.engine.idle.dictated_answer import DictatedAnswer
     from kvgraft.engine.kv.kv_space import KVSpace
     from kvgraft.engine.model.adapter import TransformersAdapter
     from kvgraft.engine.model.loading import LoadedModel
@@ -309,6 +309,8 @@ class LLM:
                 asked for.
             CapacityError: Streams that are open hold the slots.
         """
+        from kvgraft.engine.idle.dictated import dictate  # loaded where it is asked for
+
         request = self._continued(prompt, RequestOptions.of(sampling, reuse, **options))
         if request.session is not None or sampling.prompt_logprobs is not None:
             raise ConfigError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvgraft.engine.requests.document_names import MAX_LABELS, MAX_NAME_CHARS, DocumentLabel
+from kvgraft.engine.requests.document_names import MAX_NAME_CHARS, DocumentLabel
+from kvgraft.engine.requests.donor_names import MAX_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

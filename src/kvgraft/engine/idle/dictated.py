@@ -7,11 +7,11 @@ what is served: there each token's logits depend on how many steps there were be
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.engine.idle.dictated_answer import DictatedAnswer
 from kvgraft.engine.sampling.sampling import Sampler
 from kvgraft.engine.schedule.active import ActiveRequest
 from kvgraft.errors import CapacityError, PolicyError
@@ -23,26 +23,7 @@ if TYPE_CHECKING:
     from kvgraft.engine.requests.request import Request
     from kvgraft.engine.requests.text import OutputText
     from kvgraft.graft.model import ModelAdapter
-    from kvgraft.types import GraftReport, TokenArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DictatedAnswer:
-    """An answer with what it was drawn from.
-
-    Attributes:
-        token_ids: The tokens that were dictated, and the greedy ones after them.
-        logits: float32 (len(token_ids), vocab_size); row i predicts `token_ids[i]`.
-        report: Of the request, as its owner would get it.
-        times_s: Seconds from the lookup to each token.
-        cpu_times_s: The same on the clock of the process, which counts its work alone.
-    """
-
-    token_ids: tuple[int, ...]
-    logits: Tensor
-    report: GraftReport
-    times_s: tuple[float, ...]
-    cpu_times_s: tuple[float, ...]
+    from kvgraft.types import TokenArray
 
 
 class _Dictation(Sampler):

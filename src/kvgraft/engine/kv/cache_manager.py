@@ -22,7 +22,6 @@ from kvgraft.prefix import StoredLength
 from kvgraft.reuse.continuation import continuation_key
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.lineage import Lineage
-from kvgraft.reuse.reads import store_miss
 from kvgraft.token_key import RadixKey, UnannouncedKey
 from kvgraft.types import Miss, MissReason, ReuseMode
 
@@ -306,6 +305,8 @@ class CacheManager:
             kv.timings_ms["read"] = reads.elapsed_ms
             lost = [span.match for span in reads.spans if not span.is_copied]
             if lost:
+                from kvgraft.reuse.reads import store_miss  # loaded with the stores
+
                 miss = store_miss(span.state for span in reads.spans)
                 kv.decision = self._planner.without(kv.request, kv.decision, lost, miss)
             self._grafting.note(kv)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvgraft.engine.requests.document_names import DocumentNames
+from kvgraft.engine.requests.donor_names import DocumentNames
 from kvgraft.errors import StoreError, one_line
 from kvgraft.graft.executor import BlockSource, RotatedSpans, SpanCopy, copy_spans
 from kvgraft.reuse.lineage import reused_span
-from kvgraft.reuse.reads import ReadState
 from kvgraft.reuse.stored import StoredKV
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Grafting:
     def copy_arrived(self, kv: RequestKV, reads: StoredReads, stores: StoreTier) -> bool:
         """Copy the spans that have come from stores; True when none is awaited any more, for lack of time at last."""
         for span in reads.pending():
-            if span.state is not ReadState.PENDING:
+            if not span.is_pending:
                 span.is_over = True
                 span.is_copied = self._copy_stored(kv, span, stores)
         if reads.is_late:

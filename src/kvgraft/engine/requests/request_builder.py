@@ -11,7 +11,6 @@ import numpy as np
 
 from kvgraft.config import quoted
 from kvgraft.engine.model.loading import eos_token_ids
-from kvgraft.engine.requests.document_names import labelled_tokens
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.engine.requests.request import Request, SessionName, SessionTurn
@@ -165,6 +164,8 @@ class RequestBuilder:
             return ()
         if options.append:
             raise ConfigError("documents are named in whole prompts; leave append out, or the names", "documents")
+        from kvgraft.engine.requests.document_names import labelled_tokens  # loaded where it is asked for
+
         text, special = prompt if isinstance(prompt, str) else None, options.add_special_tokens
         with about("documents"):
             return labelled_tokens(

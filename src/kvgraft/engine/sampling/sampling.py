@@ -12,11 +12,12 @@ from torch import Tensor
 from kvgraft.errors import NothingToDrawError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvgraft.engine.sampling.logit_rules import LogitRules
     from kvgraft.engine.sampling.sampling_params import SamplingParams
     from kvgraft.engine.sampling.structure import StructureState
+    from kvgraft.types import TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,19 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list
             for token, logprob, *top in zip(own, chosen, ids, values, strict=True)
         ]
     return found
+
+
+def rules_of(
+    params: SamplingParams, prompt_ids: TokenArray, end_ids: Collection[int], device: torch.device
+) -> LogitRules | None:
+    """Begin the rules of a request after its prompt, as `LogitRules.of`; nothing of rules is imported without any."""
+    is_penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    is_limited = params.allowed_token_ids is not None or params.bad_token_ids or params.min_tokens
+    if not (is_penalised or is_limited or params.logit_bias):
+        return None
+    from kvgraft.engine.sampling.logit_rules import LogitRules
+
+    return LogitRules.of(params, prompt_ids, end_ids, device)
 
 
 class Sampler:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvgraft.engine.requests import document_names
-from kvgraft.engine.requests.document_names import DocumentLabel, DocumentNames, document_reuse, labelled_tokens
+from kvgraft.engine.requests.document_names import DocumentLabel, document_reuse, labelled_tokens
+from kvgraft.engine.requests.donor_names import DocumentNames
 from kvgraft.types import CONTINUATION, Fidelity, NamedPart
 
 
