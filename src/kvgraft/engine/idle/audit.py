@@ -12,7 +12,6 @@ import numpy as np
 from kvgraft.engine.idle.scoring import score_steps
 from kvgraft.engine.sampling.sampling_params import SamplingParams
 from kvgraft.errors import KVGraftError, one_line
-from kvgraft.fidelity.control import PARTS
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ class AnswerEvidence:
 
     def __init__(self, loss: Loss, sampled: Sampled) -> None:
         """Gather what the parts of an answer that is repaired at the time of `sampled` are judged by."""
+        from kvgraft.fidelity.control import PARTS  # loaded with the calibration
+
         self._loss = loss
         self._length = loss.length(PARTS[sampled.repair])
         self._rows: list[NDArray[Any]] = []
@@ -178,6 +179,8 @@ class Auditor:
         self._running = None
         self._pending.popleft()
         if loss is not None:
+            from kvgraft.fidelity.control import PARTS  # loaded with the calibration
+
             full = loss.evidence(score.logits.numpy(force=True))
             losses = {part: loss.of(full, audit.evidence, part) for part in PARTS[audit.sampled.repair]}
             known = {part: found for part, found in losses.items() if found is not None}

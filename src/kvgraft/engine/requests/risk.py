@@ -12,18 +12,6 @@ from typing import TYPE_CHECKING
 
 from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.errors import ConfigError, one_line
-from kvgraft.fidelity.control import (
-    PARTS,
-    AnswerPart,
-    Calibration,
-    Loss,
-    RiskController,
-    RiskTarget,
-    load_calibration,
-    load_state,
-    save_state,
-)
-from kvgraft.fidelity.control.notches import notches_of
 from kvgraft.graft.drift import drift_correction
 from kvgraft.reuse.classes import ReuseClass
 from kvgraft.reuse.decision import Sampled
@@ -35,6 +23,8 @@ if TYPE_CHECKING:
     from kvgraft.config import EngineConfig
     from kvgraft.engine.model.loading import LoadedModel
     from kvgraft.engine.requests.request import Request
+    from kvgraft.fidelity.control import AnswerPart, Calibration, Loss, RiskController
+    from kvgraft.fidelity.control.notches import Notch
     from kvgraft.graft.drift import DriftCorrection
     from kvgraft.graft.select import SelectionPolicy
 
@@ -114,7 +104,7 @@ class HeldRisk:
         self.loss: Loss | None = None
         self.latest: deque[AuditFacts] = deque(maxlen=_MOST_LATEST)
         self._binding = dict(binding)
-        self._notches = notches_of(policy, repair.time)
+        self._notches: tuple[Notch, ...] = ()
         self._controller: RiskController | None = None
         self._nothing = UNCALIBRATED
         self._state_path: Path | None = None
@@ -143,6 +133,11 @@ class HeldRisk:
         return held
 
     def _adopt(self, config: EngineConfig) -> None:
+        # Nothing of risks is loaded in an engine that holds none.
+        from kvgraft.fidelity.control import Loss, RiskController, RiskTarget, load_calibration, load_state
+        from kvgraft.fidelity.control.notches import notches_of
+
+        self._notches = notches_of(self.policy, self._repair.time)
         path = Path(config.calibration)
         calibration = load_calibration(path)
         calibration.require(self._binding, path)
@@ -170,6 +165,8 @@ class HeldRisk:
         """Statement about a class that was never audited."""
         if self._controller is None:
             return self._nothing
+        from kvgraft.fidelity.control import PARTS  # loaded with the calibration
+
         return self._controller.statement("", PARTS[self._notches[self._controller.start].repair])
 
     def statements(self) -> Mapping[str, Mapping[str, RiskStatement]]:
@@ -204,6 +201,8 @@ class HeldRisk:
         if not self.is_meant(request):
             return Served(request.policy, self.stated(request))
         assert self._controller is not None
+        from kvgraft.fidelity.control import PARTS  # loaded with the calibration
+
         number = self._controller.notch(name)
         notch = self._notches[number]
         repair = notch.repair if request.repairs_after else RepairTime.BEFORE
@@ -236,6 +235,8 @@ class HeldRisk:
         self.latest.clear()
 
     def _save(self, path: Path, controller: RiskController) -> None:
+        from kvgraft.fidelity.control import save_state  # loaded with the calibration
+
         try:
             save_state(path, controller, self._binding)
         except OSError as error:

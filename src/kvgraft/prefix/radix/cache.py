@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvgraft.prefix.radix.base import BaseRadixCache
 from kvgraft.prefix.radix.node import RadixNode
-from kvgraft.prefix.semantic_fallback import SemanticFallback, SlotCopier
-from kvgraft.substitution import GuardedProvider, SemanticPrefixProvider
 from kvgraft.token_key import RadixKey
 
 if TYPE_CHECKING:
     from kvgraft.prefix.request import RequestRow
     from kvgraft.prefix.results import EvictResult, MatchPrefixParams, MatchResult
+    from kvgraft.prefix.semantic_fallback import SemanticFallback, SlotCopier
+    from kvgraft.substitution import SemanticPrefixProvider
 
 Node = TypeVar("Node", bound=RadixNode)
 
@@ -69,6 +69,9 @@ class SemanticRadixCache(BaseRadixCache[Node]):
             self._semantic.guard.close()
         self._semantic = None
         if provider is not None:
+            from kvgraft.prefix.semantic_fallback import SemanticFallback  # loaded where a provider is set
+            from kvgraft.substitution import GuardedProvider
+
             guard = GuardedProvider(provider, deadline_s)
             self._semantic = SemanticFallback(guard, copy_slots=copy_slots, min_semantic_gain=min_semantic_gain)
             provider.on_init()
