@@ -19,7 +19,7 @@ from kvgraft.config import VLLMConfig, ignored_variables
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.contract import drift
 from kvgraft.integrations.vllm.engine_facts import read_facts
-from kvgraft.integrations.vllm.metrics import GraftPromMetrics, GraftStats
+from kvgraft.integrations.vllm.metrics import GraftStats
 from kvgraft.integrations.vllm.scheduler import GraftScheduler
 from kvgraft.integrations.vllm.scheduler.public_events import public_events
 from kvgraft.integrations.vllm.selection import is_default
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvgraft.integrations.vllm.messages import StepCommands, WorkerReport
+    from kvgraft.integrations.vllm.prometheus import GraftPromMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +317,8 @@ class GraftConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> GraftPromMetrics:
         """Build the Prometheus metrics of the server."""
+        from kvgraft.integrations.vllm.prometheus import GraftPromMetrics  # loaded by the server, not by its engine
+
         return GraftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod

@@ -1,12 +1,11 @@
-"""Counts of reuse, through vLLM's connector statistics to its log and its Prometheus endpoint."""
+"""Counts of reuse, through vLLM's connector statistics to its log; `prometheus` has them on its endpoint."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from kvgraft.reuse.families import MetricFamilies
 from kvgraft.reuse.metrics import (
     DONOR_HOST_BYTES,
     DONORS,
@@ -15,11 +14,7 @@ from kvgraft.reuse.metrics import (
     METRICS,
     PROMPT_TOKENS,
     MetricKind,
-    Sample,
 )
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _METRICS = {metric.name: metric for metric in METRICS}
 
@@ -64,32 +59,6 @@ class GraftStats(KVConnectorStats):
 
     def _sum(self, prefix: str) -> int:
         return sum(value for key, value in self.data.items() if key.startswith(prefix))
-
-
-class GraftPromMetrics(KVConnectorPromMetrics):
-    """`kvgraft:*` metrics of the vLLM server, as `kvgraft.reuse.metrics` names them."""
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kinds = (self._counter_cls, self._gauge_cls, self._histogram_cls)
-        # As vLLM's own gauges: of several API servers the newest value is right, and no label `pid` appears.
-        self._families = MetricFamilies(*kinds, labelnames, gauge_mode=lambda _: "mostrecent")
-        for labels in per_engine_labelvalues.values():
-            self._families.begin(labels)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what `GraftStats.data` held."""
-        for key, value in transfer_stats_data.items():
-            name, *labels = key.split("/")
-            values = value if isinstance(value, list) else [value]
-            samples = (Sample(_METRICS[name], tuple(labels), each) for each in values)
-            self._families.record(samples, self.per_engine_labelvalues[engine_idx])
 
 
 def _is_gauge(key: str) -> bool:

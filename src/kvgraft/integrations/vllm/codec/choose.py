@@ -50,13 +50,15 @@ def choose_codec(
 
 def _codecs(cache: Tensor) -> tuple[KVCodec, ...]:
     """Return the codecs that a cache on its device may need; those of the CPU are loaded there alone."""
-    everywhere = (PackedCodec(), SplitCodec(0), SplitCodec(1))
+    packed, split = PackedCodec(), (SplitCodec(0), SplitCodec(1))
     if cache.device.type != "cpu":
-        return everywhere
-    from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
+        return (packed, *split)
     from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 
-    packed, *split = everywhere
+    if cache.dtype != torch.bfloat16:  # others are not tiled
+        return (packed, TransposedKeysCodec(), *split)
+    from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
+
     return (packed, TransposedKeysCodec(), PairedTilesCodec(), *split)
 
 
