@@ -18,7 +18,7 @@ assert answer.report.shifted_tokens
 
 @pytest.mark.parametrize(
     ("program", "most"),
-    [("import kvgraft.router", 6_980), (_GRAFT, 28_750)],
+    [("import kvgraft.router", 6_980), (_GRAFT, 27_050)],
     ids=["router", "embedded engine, two requests"],
 )
 def test_no_more_lines_are_loaded(program, most):

@@ -17,13 +17,7 @@ from kvgraft.engine.model.flops import ModelFlops
 from kvgraft.engine.model.slot_plan import SlotPlan, running_states
 from kvgraft.errors import ConfigError
 from kvgraft.memory import SlotPool
-from kvgraft.prefix import (
-    BranchingPoints,
-    PrefixCache,
-    StateRadixCache,
-    SWARadixCache,
-    create_tree_cache,
-)
+from kvgraft.prefix import PrefixCache, SWARadixCache, create_tree_cache
 from kvgraft.reuse.donor_rules import DonorRules
 from kvgraft.reuse.lookup import Lookup
 
@@ -108,6 +102,8 @@ def _with_states(
         from kvgraft.engine.host_assembly import with_host_states  # loaded where it is asked for
 
         return with_host_states(model, layers, plan, context, config)
+    from kvgraft.prefix import StateRadixCache  # loaded for models that keep a state
+
     prefix = create_tree_cache(context)
     if not isinstance(prefix, StateRadixCache):
         raise ConfigError(
@@ -177,6 +173,7 @@ def cache_manager(
             request_donors = HostDonors(space, rules, windows)
         elif adapter.states is not None:
             from kvgraft.engine.kv.running_states import RunningStates  # loaded for models that keep a state
+            from kvgraft.prefix import BranchingPoints
 
             most_running = running_states(adapter.states.num_states, config.max_running)
             layers = RunningStates(space, adapter.states, BranchingPoints(), max_running=most_running, tier=state_tier)

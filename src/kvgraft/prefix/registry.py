@@ -14,12 +14,7 @@ from kvgraft.errors import ConfigError, IntegrationError, one_line
 from kvgraft.factories import imported
 from kvgraft.prefix.base import PrefixCache
 from kvgraft.prefix.context import TreeCacheBuildContext
-from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
-from kvgraft.prefix.hierarchical.states import HierarchicalStateCache
 from kvgraft.prefix.radix.cache import RadixCache
-from kvgraft.prefix.ssm.cache import StateRadixCache
-from kvgraft.prefix.standalone.chunk import ChunkCache, SWAChunkCache
-from kvgraft.prefix.standalone.sessions import StreamingSession
 from kvgraft.prefix.swa.cache import SWARadixCache
 
 if TYPE_CHECKING:
@@ -106,6 +101,8 @@ def create_tree_cache(context: TreeCacheBuildContext) -> PrefixCache:
             f"prefix-cache backend {context.backend!r} makes a {type(cache).__name__}; its factory must return a PrefixCache"
         )
     if context.enable_streaming_session and not cache.supports_streaming_session():
+        from kvgraft.prefix.standalone.sessions import StreamingSession
+
         cache = StreamingSession(cache)
     logger.info("prefix cache: %s, backend %s", type(cache).__name__, context.backend or "default")
     return cache
@@ -187,6 +184,11 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
             "state that the last turn recorded at its end"
         )
     if context.effective_chunked_prefill_size is not None and context.disable_radix_cache:
+        from kvgraft.prefix.standalone.chunk import (  # as other trees: loaded where it is chosen
+            ChunkCache,
+            SWAChunkCache,
+        )
+
         if windows:
             _require_window(context)
             return SWAChunkCache(
@@ -199,6 +201,8 @@ def default_radix_cache_factory(context: TreeCacheBuildContext) -> PrefixCache:
     if context.enable_hierarchical_cache:
         return _hierarchical_cache(context)
     if context.is_hybrid_ssm:
+        from kvgraft.prefix.ssm.cache import StateRadixCache
+
         return StateRadixCache(context.page_size, state_chunk_size=context.state_chunk_size, **_tree_options(context))
     if windows:
         return _swa_cache(context)
@@ -251,6 +255,8 @@ def _hierarchical_cache(context: TreeCacheBuildContext) -> PrefixCache:
         raise ConfigError("a hierarchical cache needs tier_transfer, which moves KV between device and host")
     if context.is_hybrid_ssm:
         return _hierarchical_state_cache(context, context.tier_transfer)
+    from kvgraft.prefix.hierarchical.cache import HierarchicalRadixCache
+
     return HierarchicalRadixCache(
         context.page_size,
         transfer=context.tier_transfer,
@@ -265,6 +271,8 @@ def _hierarchical_state_cache(context: TreeCacheBuildContext, transfer: TierTran
             "a hierarchical cache of a model with states needs state_tier_transfer, which moves states between device "
             "and host"
         )
+    from kvgraft.prefix.hierarchical.states import HierarchicalStateCache
+
     return HierarchicalStateCache(
         context.page_size,
         transfer=transfer,

@@ -21,9 +21,9 @@ from kvgraft.engine.kv.kept_prefixes import KeptPrefix, KeptPrefixes, PrefixLock
 from kvgraft.engine.kv.layer_books import LayerBooks
 from kvgraft.errors import CapacityError, CorruptCacheError
 from kvgraft.graft.executor import BlockSource
-from kvgraft.memory import HostKVStore, HybridSlotPool, Owner, SlotAllocator, SlotPool
+from kvgraft.memory import HostKVStore, Owner, SlotAllocator, SlotPool
 from kvgraft.memory.page_lock import CudaPages
-from kvgraft.prefix import EvictResult, HierarchicalRadixCache, HierarchicalStateCache
+from kvgraft.prefix import EvictResult
 from kvgraft.reuse.failures import Soundness
 from kvgraft.reuse.stored import StoredKV
 from kvgraft.token_key import RadixKey
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvgraft.engine.kv.layer_rows import LayerRow
     from kvgraft.engine.stores.store_tier import StoreTier
     from kvgraft.graft.executor import KVSource
-    from kvgraft.memory import KVBlock, SlotUsage, StoreKey
-    from kvgraft.prefix import MatchResult, PrefixCache, PrefixHandle
+    from kvgraft.memory import HybridSlotPool, KVBlock, SlotUsage, StoreKey
+    from kvgraft.prefix import HierarchicalRadixCache, HierarchicalStateCache, MatchResult, PrefixCache, PrefixHandle
     from kvgraft.types import DonorId, Match
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ class KVSpace(Soundness):
         self._tier = tier
         self._tiered: HierarchicalRadixCache | HierarchicalStateCache | None = None
         if tier is not None:
+            from kvgraft.prefix import HierarchicalRadixCache, HierarchicalStateCache  # loaded with their tier
+
             assert isinstance(prefix, HierarchicalRadixCache | HierarchicalStateCache), "a cache of two tiers"
             self._tiered = prefix
             tier.serve(self.allocator, self.allocate)
@@ -199,7 +201,7 @@ class KVSpace(Soundness):
     @property
     def _bytes_per_slot(self) -> int:
         pool = self.pool
-        return pool.full_bytes_per_token if isinstance(pool, HybridSlotPool) else pool.bytes_per_token
+        return pool.bytes_per_token if isinstance(pool, SlotPool) else pool.full_bytes_per_token
 
     @property
     def available(self) -> int:
