@@ -99,6 +99,7 @@ class EventSender:
                 await asyncio.sleep(left_s)
             else:
                 await self.write(KEEP_ALIVE)
+                await asyncio.sleep(self._keep_alive_s)  # a write may not have waited, and others need a turn
 
 
 def _now() -> float:

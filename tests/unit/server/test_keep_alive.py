@@ -11,8 +11,8 @@ from tests.unit.server.conftest import exchange
 from kvgraft.errors import OverloadedError, RequestError
 from kvgraft.server.event_sender import KEEP_ALIVE, EventSender
 
-AT_ONCE_S = 1e-6
-"""An interval that has passed whenever the event loop turns."""
+AT_ONCE_S = 1e-12
+"""An interval that has passed whenever the clock is read again."""
 TURNS = 500
 JSON = (b"content-type", b"application/json")
 PATHS = {
