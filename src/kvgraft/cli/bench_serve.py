@@ -57,7 +57,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--model",
         metavar="NAME",
-        help="without --url: model of the server that is started per run (default graft-tiny)",
+        help="model of the server that is started per run where no --url is given (default graft-tiny)",
     )
     add("--server-args", default="", metavar="ARGS", help="more arguments of 'kvgraft serve', as one string")
     add = parser.add_argument_group("load").add_argument
