@@ -159,10 +159,13 @@ class TestOpenAIClient:
         assert all("kvgraft" in choice.model_extra for choice in answer.choices)
 
     def test_a_request_says_when_it_is_repaired(self, client):
+        # Nothing is said twice: the first token of text that repeats itself may wait, by which donors healing has left.
+        document = "".join(f"{each * 7919 % 1013} is kept in hall {each * 31 % 17}.\n" for each in range(60))
+
         def ask(prompt, **kvgraft):
             answer = client.completions.create(
                 model="graft-tiny",
-                prompt=prompt + DOCUMENT,
+                prompt=prompt + document,
                 max_tokens=3,
                 extra_body={"kvgraft": kvgraft, "cache_salt": "repaired", "ignore_eos": True},
             )
