@@ -38,10 +38,10 @@ from tokenizers import Tokenizer
 from vllm_server import MODEL_NAME, Json, ServerError, package_versions, reason
 from vllm_ttft import names_of, say
 
-from kvgraft.bench.arrivals import arrival_times
+from kvgraft.bench.arrivals import Load, arrival_times
 from kvgraft.bench.client import CompletionsClient, completion_body
 from kvgraft.bench.journal import Journal
-from kvgraft.bench.load import Load, run_open_loop
+from kvgraft.bench.load import run_open_loop
 from kvgraft.bench.rates import sustained_rates
 from kvgraft.bench.serve import search_rates
 from kvgraft.bench.serve_workload import BUILTIN_RAG, load_workload

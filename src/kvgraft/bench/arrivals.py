@@ -1,7 +1,8 @@
-"""When requests are sent: recorded times brought to a rate, or a Poisson process."""
+"""When requests are sent: recorded times brought to a rate, a Poisson process, or by clients that wait for their answers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come: `rate` per second, earlier ones answered or not, or from `clients`, each with one at a time."""
+
+    rate: float = 0.0
+    clients: int = 0
+
+    def __str__(self) -> str:
+        return f"c={self.clients}" if self.clients else f"{self.rate:.3g}/s"
 
 
 def arrival_times(recorded: Sequence[float] | None, count: int, rate: float, seed: int) -> NDArray[np.float64]:

@@ -21,17 +21,6 @@ _LEAD_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How requests come: `rate` per second, earlier ones answered or not, or from `clients`, each with one at a time."""
-
-    rate: float = 0.0
-    clients: int = 0
-
-    def __str__(self) -> str:
-        return f"c={self.clients}" if self.clients else f"{self.rate:.3g}/s"
-
-
-@dataclass(frozen=True, slots=True)
 class LoadResult:
     """Requests of a run, and how it ended.
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvgraft.bench.arrivals import arrival_times
+from kvgraft.bench.arrivals import Load, arrival_times
 from kvgraft.bench.client import GONE, CompletionsClient, completion_body, now
-from kvgraft.bench.load import Load, LoadResult, run_closed_loop, run_open_loop
+from kvgraft.bench.load import LoadResult, run_closed_loop, run_open_loop
 from kvgraft.bench.rates import RateSearch, default_slo_ms
 from kvgraft.bench.server_process import ServerProcess
 from kvgraft.bench.summary import summarise

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.bench.arrivals import Load
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvgraft.bench.client import TimedRequest
-    from kvgraft.bench.load import Load, LoadResult
+    from kvgraft.bench.load import LoadResult
 
 KEPT_UP = 0.95
 """Share of the offered rate that must be completed."""
@@ -65,6 +67,11 @@ class RunSummary:
     client_lag_ms: dict[str, float]
     clients: int = 0
     gap_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def load(self) -> Load:
+        """How its requests came."""
+        return Load(self.rate, self.clients)
 
     @property
     def complete(self) -> bool:

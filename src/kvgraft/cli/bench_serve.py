@@ -20,7 +20,7 @@ from kvgraft.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvgraft.bench.load import Load
+    from kvgraft.bench.arrivals import Load
     from kvgraft.bench.serve import LoadTest, Side
     from kvgraft.bench.serve_workload import ServeWorkload
     from kvgraft.bench.summary import RunSummary
@@ -113,7 +113,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Measure; 1 if a request failed for another reason than that the server was too slow."""
     _check(args)
-    from kvgraft.bench.load import Load
+    from kvgraft.bench.arrivals import Load
     from kvgraft.bench.rates import default_slo_ms, sustained_rates
     from kvgraft.bench.serve import check_answers, measure_loads, search_rates
 

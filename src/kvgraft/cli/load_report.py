@@ -71,7 +71,7 @@ class LoadReport:
             f"{_ms(run.gap_ms, 'p50', 1):>10s}{_ms(run.gap_ms, 'p99', 1):>10s}"
         )
         self._line(
-            f"{_load(run):>7s}  {run.mode:{self._width}s}{f'{run.completed}/{run.planned}':>10s}"
+            f"{run.load!s:>7s}  {run.mode:{self._width}s}{f'{run.completed}/{run.planned}':>10s}"
             f"{run.requests_per_s:>8.2f}{run.tokens_per_s:>8.0f}{times}"
             f"{run.reused_share:>8.0%}{run.kept_up:>9.0%}{_ms(run.client_lag_ms, 'p99', 1):>10s}{_remarks(run)}"
         )
@@ -156,10 +156,6 @@ class LoadReport:
 
     def _line(self, text: str) -> None:
         print(text, file=self._out, flush=True)
-
-
-def _load(run: RunSummary) -> str:
-    return f"c={run.clients}" if run.clients else f"{run.rate:.3g}/s"
 
 
 def _ratios(runs: Sequence[RunSummary]) -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvgraft.bench.load import Load
+from kvgraft.bench.arrivals import Load
 from kvgraft.bench.plot import draw_load
 from kvgraft.bench.serve import (
     AnswerCheck,

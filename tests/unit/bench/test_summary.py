@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from kvgraft.bench.arrivals import Load
 from kvgraft.bench.client import TimedRequest
-from kvgraft.bench.load import Load, LoadResult
+from kvgraft.bench.load import LoadResult
 from kvgraft.bench.rates import RateSearch, default_slo_ms, sustained_rates
 from kvgraft.bench.summary import kept_up, percentiles, summarise
 

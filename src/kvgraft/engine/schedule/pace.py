@@ -135,16 +135,16 @@ class Pace:
             prefill_flops: Operations of its other rows.
             admission_s: Seconds of it that went into admitting prompts; they cost credit, and say nothing about speed.
         """
-        if not prefill_flops and not (admission_s and num_streams):
-            if num_streams:
-                self._plain.setdefault(num_streams, deque(maxlen=_REMEMBERED)).append(seconds)
-                self._since_plain = 0
-            return
         if not num_streams:
-            seconds -= admission_s
-            expected = prefill_flops / self._alone.value if self._alone.value else seconds
-            self._alone.observe(prefill_flops, min(seconds, _STALL * expected))
-            self._credit = 0.0
+            if prefill_flops:
+                seconds -= admission_s
+                expected = prefill_flops / self._alone.value if self._alone.value else seconds
+                self._alone.observe(prefill_flops, min(seconds, _STALL * expected))
+                self._credit = 0.0
+            return
+        if not (prefill_flops or admission_s):
+            self._plain.setdefault(num_streams, deque(maxlen=_REMEMBERED)).append(seconds)
+            self._since_plain = 0
             return
         self._since_plain += 1
         spent = max(0.0, seconds - (self.stream_step_s(num_streams) or 0.0))
