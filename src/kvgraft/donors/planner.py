@@ -36,9 +36,6 @@ class CostModel:
     before each group in a step of its own pays it; 0 where one forward pass computes all gaps."""
     recompute_ratio: float = 0.05
     """Share of reused tokens that the selection policy computes again."""
-    tail_passes: float = 0.0
-    """How often the tokens after the last span are computed beside the prefill. An engine that prefills it itself, and not
-    before reused tokens are chosen by what it attends to, computes it once more for that."""
     query_rows: int = 0
     """How many of the last computed rows a forward pass runs a second time, after the reused tokens that are chosen by what
     these rows attend to."""
@@ -53,7 +50,7 @@ class CostModel:
 
     @classmethod
     def of_width(
-        cls, hidden_size: int, *, per_phase: float = 0.0, recompute_ratio: float, tail_passes: float = 0.0
+        cls, hidden_size: int, *, per_phase: float = 0.0, recompute_ratio: float, query_rows: int = 0
     ) -> CostModel:
         """Costs of a decoder of which only the width is known.
 
@@ -64,7 +61,7 @@ class CostModel:
             attention_per_key=1 / (6 * hidden_size),
             per_phase=per_phase,
             recompute_ratio=recompute_ratio,
-            tail_passes=tail_passes,
+            query_rows=query_rows,
         )
 
     def compute_cost(self, start: int, end: int) -> float:
@@ -82,8 +79,7 @@ class CostModel:
         if not plan.has_shifted:
             return 0.0
         query_start = plan.num_tokens - min(self.query_rows, len(plan.compute))
-        tail = self.tail_passes * self.compute_cost(plan.spans[-1].target_end, plan.num_tokens)
-        return tail + self.compute_cost(query_start, plan.num_tokens)
+        return self.compute_cost(query_start, plan.num_tokens)
 
 
 def plan_graft(

@@ -222,7 +222,6 @@ class Lookup:
         saved = float(planned.reused_len)
         if planned.has_shifted:
             saved -= costs.recompute_ratio * sum(span.length for span in planned.spans if span.is_shifted)
-            saved -= costs.tail_passes * (num_tokens - planned.spans[-1].target_end)
         if saved < self._min_saved_tokens:
             return Miss(MissReason.NOT_WORTH_IT, f"{saved:.0f} tokens saved are less than min_saved_tokens")
         return planned

@@ -68,7 +68,7 @@ def alone(model_folder):
 STAGES = list(scenario.STAGES)
 GRAFTING, CHECKING = STAGES[: STAGES.index("text captured")], STAGES[STAGES.index("layers described") :]
 CAPTURING = ["text captured", "donor sealed"]
-LOOKING = ["attention observed", "query attended", "query run", "attention summed", "drift corrected"]
+LOOKING = ["query kept", "attention observed", "attention summed", "drift corrected"]
 """Stages of policies that observe the query's attention, and of what is corrected by their choice."""
 
 

@@ -84,7 +84,7 @@ def test_span_is_kept_only_where_it_saves_more_than_it_costs():
 
 
 def test_exact_spans_pay_for_no_recomputation_and_no_look():
-    costs = CostModel(1, 0, 0, 0, recompute_ratio=0.5, tail_passes=1.0, query_rows=64)
+    costs = CostModel(1, 0, 0, 0, recompute_ratio=0.5, query_rows=64)
     exact, shifted = dataclasses.replace(make_match(0, 40), fidelity=Fidelity.EXACT), make_match(0, 40)
     assert (costs.saving(0, 40, is_shifted=False), costs.saving(0, 40)) == (40, 20)
     assert plan(200, 0, exact, cost_model=costs).spans == (exact,)
@@ -148,31 +148,6 @@ def test_adjacent_spans_share_a_phase():
     assert reason(300, 30, first, make_match(130, 20), cost_model=costs) is MissReason.NOT_WORTH_IT
 
 
-class TestSecondPassOverTheTail:
-    """An engine that looks at what the query attends to runs what stands behind the last span once more."""
-
-    COSTS = CostModel(attention_per_key=0, copy_per_token=0, per_span=0, recompute_ratio=0.1, tail_passes=1.0)
-
-    def test_a_graft_must_save_more_than_the_tail_costs(self):
-        match = make_match(0, 100)
-        assert isinstance(plan(189, 0, match, cost_model=self.COSTS), GraftPlan)  # 90 saved, 89 spent
-        assert reason(190, 0, match, cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
-        assert isinstance(plan(190, 0, match, cost_model=dataclasses.replace(self.COSTS, tail_passes=0.0)), GraftPlan)
-
-    def test_all_spans_pay_for_one_tail(self):
-        matches = make_match(0, 100), make_match(150, 100, donor_id=8)
-        planned = plan(400, 0, *matches, cost_model=self.COSTS)  # 180 saved, 150 spent
-        assert isinstance(planned, GraftPlan)
-        assert planned.spans == matches
-        assert reason(400, 0, matches[0], cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
-        assert reason(400, 0, matches[1], cost_model=self.COSTS) is MissReason.NOT_WORTH_IT
-
-    def test_the_tail_is_run_over_everything_in_front_of_it(self):
-        costs = dataclasses.replace(self.COSTS, attention_per_key=1e-2)
-        deep, shallow = GraftPlan.over(1010, 0, [make_match(0, 1000)]), GraftPlan.over(110, 0, [make_match(0, 100)])
-        assert costs.look_cost(deep) == costs.compute_cost(1000, 1010) > costs.look_cost(shallow)
-
-
 class TestQueryRowsRunTwice:
     """An engine that computes everything in one pass runs the last computed rows again behind what it has chosen."""
 
@@ -220,12 +195,12 @@ class TestReading:
         miss = plan_graft(200, 0, [make_match(0, 100)], FREE, read_cost=lambda _: float("inf"))
         assert miss.reason is MissReason.NOT_WORTH_IT
 
-    def test_reading_counts_against_a_phase_and_a_tail(self):
+    def test_reading_counts_against_a_phase_and_a_look(self):
         costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, per_phase=60)
         match = make_match(20, 100)
         assert plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0).spans == (match,)
         assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 50.0), Miss)
-        costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, tail_passes=1)
+        costs = dataclasses.replace(FREE, attention_per_key=0, recompute_ratio=0, query_rows=80)
         assert plan_graft(200, 0, [match], costs, read_cost=lambda _: 10.0).spans == (match,)
         assert isinstance(plan_graft(200, 0, [match], costs, read_cost=lambda _: 30.0), Miss)
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -74,17 +72,6 @@ def test_matches_in_front_of_the_prefix_are_found_on_request(catalogue):
 def test_too_little_saved_is_a_miss(catalogue):
     found = make_lookup(catalogue, min_saved_tokens=201).find(NAMESPACE, prompt(), 0, FREE)
     assert found.planned.reason is MissReason.NOT_WORTH_IT
-
-
-def test_what_is_computed_twice_to_look_is_not_saved(catalogue):
-    """200 tokens are reused and the 50 behind them run once more."""
-    costs = dataclasses.replace(FREE, recompute_ratio=0.1, tail_passes=1.0)
-    enough, too_few = (
-        make_lookup(catalogue, min_saved_tokens=saved).find(NAMESPACE, prompt(), 0, costs).planned
-        for saved in (130, 131)
-    )
-    assert isinstance(enough, GraftPlan)
-    assert too_few.reason is MissReason.NOT_WORTH_IT
 
 
 def test_engine_may_cut_matches_to_what_it_can_load(catalogue):

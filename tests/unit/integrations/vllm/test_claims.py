@@ -61,7 +61,7 @@ def time_of(claims, plan, time, *, max_tokens=9, generated=0):
         (NoRecompute(), 30),
         (FirstK(16), 30 + 16),
         (KVDeviation(0.1), 30 + 200),  # every position, in the first layers
-        (QuerySeam(0.1), 30 + 20 + 70),  # what stands behind the graft is run to look at it
+        (QuerySeam(0.1), 30 + 69 + 20 + 63),  # the question, what is chosen by it, and the question's rows once more
     ],
 )
 def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
@@ -70,7 +70,6 @@ def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):
         repair = time_of(claims, plan, RepairTime.BEFORE)
         claim = claims.of(plan, PROMPT, matches, repair=repair)
         assert isinstance(claim, Claim)
-        assert claim.end == 230
         assert claim.asynchronous is waits
         assert not claim.repairs_after
 
@@ -87,7 +86,7 @@ def test_a_request_waits_for_its_graft_where_vllm_sets_no_running_one_back(load)
     [
         (FirstK(16), 16 + 64),
         (KVDeviation(0.1), 300),
-        (QuerySeam(0.1), 20 + 2 * 64),  # the question is looked at, and computed after what is chosen
+        (QuerySeam(0.1), 20 + 64),  # the question is computed after what is chosen
     ],
 )
 def test_a_repair_that_fits_into_a_step_comes_after_the_first_token(policy, num_rows):
@@ -99,7 +98,7 @@ def test_a_repair_that_fits_into_a_step_comes_after_the_first_token(policy, num_
         if limit == num_rows:
             assert repair == RepairPlan(RepairTime.AFTER)
             assert claim.repairs_after
-            assert not claim.asynchronous, "before the first token 30 rows are computed"
+            assert claim.asynchronous is (claim.num_rows > limit)
         else:
             reason = f"it takes {num_rows} rows in one step, more than max_recompute_tokens_per_step={limit}"
             assert repair == RepairPlan(RepairTime.BEFORE, reason)
@@ -122,19 +121,33 @@ def test_what_forbids_a_repair_after_the_first_token_is_named(asked, engine, rea
     assert as_asked == RepairPlan(RepairTime.BEFORE), "what was asked for needs no reason"
 
 
-def test_a_long_tail_is_not_run_twice_by_a_repair_after_the_first_token():
-    """Before the first token all of it is run to look at the question."""
+def test_a_question_is_run_once_more_after_what_is_chosen_by_it():
     _, plan, _ = planned(QuerySeam(0.1))
-    before, after, windows = (
-        costs_of(VLLMConfig(repair=time), replace(FACTS, window=window), QuerySeam(0.1))
-        for time, window in (("before", 0), ("after", 0), ("after", 128))
-    )
+    costs = costs_of(FACTS, QuerySeam(0.1))
     long = replace(plan, num_tokens=1230, compute=np.append(plan.compute, np.arange(300, 1230)))
-    assert before.look_cost(long) == before.compute_cost(230, 1230)
-    assert after.look_cost(long) == after.compute_cost(1230 - 2 * 64, 1230)
-    assert windows == before
-    none = costs_of(VLLMConfig(repair="after"), FACTS, NoRecompute())
-    assert none.look_cost(long) == 0
+    assert costs.look_cost(long) == costs.compute_cost(1230 - 64, 1230)
+    assert costs_of(FACTS, NoRecompute()).look_cost(long) == 0
+
+
+@pytest.mark.parametrize("time", list(RepairTime))
+@pytest.mark.parametrize("num_after", [1, 2, 256, 257, 900])
+def test_workers_compute_the_question_that_they_look_at(time, num_after):
+    """All but its last token; a long text is left to vLLM where the look may come later."""
+    claims, _, matches = planned(QuerySeam(0.1))
+    tokens = np.append(PROMPT[:230], [1002] * num_after)
+    plan = plan_graft(len(tokens), 0, matches)
+    claim = claims.of(plan, tokens, matches, repair=RepairPlan(time))
+    is_left = time is RepairTime.AFTER and num_after > 256
+    assert claim.end == (230 if is_left else 230 + num_after - 1)
+    num_looks = 1 + is_left
+    assert claim.num_repair_rows == (20 + num_looks * min(64, 30 + num_after) if time is RepairTime.AFTER else 0)
+    for policy, repair in (
+        (QuerySeam(0.1), None),
+        (FirstK(16), RepairPlan(time)),
+        (KVDeviation(0.1), RepairPlan(time)),
+    ):
+        claims, _, _ = planned(policy)
+        assert claims.of(plan, tokens, matches, repair=repair).end == 230, "nothing looks at it"
 
 
 def test_a_policy_that_chooses_nothing_repairs_nothing():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +14,13 @@ from kvgraft.integrations.vllm.worker.query_look import QueryLook, attention_rul
 
 HEADS, KV_HEADS, DIM, WIDTH, VOCABULARY = 4, 2, 6, 16, 50
 NUM_TOKENS, END = 60, 41
+"""Of a prompt, and of its last copy."""
 WINDOWS = (0, 8, 0)
 TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, NUM_TOKENS, dtype=np.int32)
 
 
 class PagedAttention(nn.Module):
-    """As vLLM's `Attention`: attends by a cache where the pass has one, and otherwise gives memory that nobody wrote."""
+    """As vLLM's `Attention`: stores K/V of its rows, then attends by a cache."""
 
     num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, DIM
 
@@ -32,8 +32,6 @@ class PagedAttention(nn.Module):
         self.rows = None
 
     def forward(self, query, key, value):
-        if self.rows is None:
-            return torch.full((len(query), HEADS * DIM), torch.nan)
         rows = self.rows
         self.cache[:, rows] = torch.stack([key.view(-1, KV_HEADS, DIM), value.view(-1, KV_HEADS, DIM)])
         return dense(self, query.view(-1, HEADS, DIM), rows)[0].flatten(1)
@@ -78,7 +76,6 @@ class Home:
         self.group = SimpleNamespace(layers=[SimpleNamespace(module=module) for module in model.attention])
 
     def place(self, positions):
-        assert positions.max(initial=0) < END, "what stands behind the graft has no place"
         modules = self.group.layers
         return SimpleNamespace(read=lambda layer: modules[layer].module.cache[:, positions].clone().unbind())
 
@@ -96,12 +93,7 @@ class Rank:
         """With the backend's attention."""
         for layer in self.model.attention:
             layer.rows = rows
-        self.run_aside(TOKENS[rows], rows)
-        for layer in self.model.attention:
-            layer.rows = None
-
-    def run_aside(self, token_ids, rows):
-        self.model(torch.from_numpy(token_ids), torch.from_numpy(rows))
+        self.model(torch.from_numpy(TOKENS[rows]), torch.from_numpy(rows))
         self.num_ends += 1  # a rank that left the model half-way would let others wait in its all-reduce
 
 
@@ -140,8 +132,9 @@ def masses_by_definition(rank, query):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("num_query", [1, 7, NUM_TOKENS - END + 3])
 @pytest.mark.parametrize("piece", [1, 4, 100])
-def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, softcap):
-    """Whether a query's row lies in a gap or behind the graft, and however the rows are cut."""
+@pytest.mark.parametrize("observes_at_once", [False, True])
+def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, softcap, observes_at_once):
+    """Whether a query's row lies in a gap or behind the graft, however the rows are cut, and whenever they are observed."""
     behind = np.arange(END, NUM_TOKENS)
     query = np.concatenate([GAPS, behind])[-num_query:]
     reference = Rank(softcap)
@@ -150,22 +143,41 @@ def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, 
 
     rank = Rank(softcap)
     grafted(rank)
-    look = QueryLook(rank, [Home(rank.model)], query, END)
-    for start in range(0, len(GAPS), piece):
-        rows = GAPS[start : start + piece]
-        with look.watching(rows):
-            rank.run(rows)
+    look = QueryLook(rank, [Home(rank.model)], query)
+    for part in (GAPS, behind):
+        for start in range(0, len(part), piece):
+            rows = part[start : start + piece]
+            with look.watching(rows):
+                rank.run(rows)
+            if observes_at_once:
+                look.observe()
     before = [layer.cache.clone() for layer in rank.model.attention]
-    for start in range(0, len(behind), piece):
-        rows = behind[start : start + piece]
-        look.run_after(TOKENS[rows], rows)
+    look.observe()
     torch.testing.assert_close(look.mass, expected)
     assert look.mass.sum() == pytest.approx(num_query * HEADS * len(WINDOWS), rel=1e-4)
     for number, layer in enumerate(rank.model.attention):
         assert torch.equal(layer.cache, before[number]), "a look writes nothing"
-        kept, computed = look.kept_of(number), reference.model.attention[number].cache[:, END:]
-        torch.testing.assert_close(torch.stack(kept), computed)
         assert not layer._forward_hooks
+    look.observe()
+    torch.testing.assert_close(look.mass, expected)  # what was observed is not observed again
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_what_the_backend_gives_is_compared_with_what_is_formed_here(softcap):
+    rank = Rank(softcap)
+    grafted(rank)
+    look = QueryLook(rank, [Home(rank.model)], GAPS)
+    with look.comparing(GAPS) as found:
+        rank.run(GAPS)
+    assert len(found) == len(WINDOWS)
+    for backend, formed in found:
+        torch.testing.assert_close(backend, formed)
+    rank.model.attention[1].impl.scale *= 1.1
+    look = QueryLook(rank, [Home(rank.model)], GAPS)
+    rank.model.attention[1].impl.scale /= 1.1  # the backend attends otherwise than the layer said
+    with look.comparing(GAPS) as found:
+        rank.run(GAPS)
+    assert [torch.allclose(*pair, atol=1e-5) for pair in found] == [True, False, True]
 
 
 def test_what_stands_behind_a_row_is_not_seen():
@@ -177,40 +189,26 @@ def test_what_stands_behind_a_row_is_not_seen():
         grafted(rank)
         for layer in rank.model.attention:
             layer.cache[:, position] += 3.0
-        look = QueryLook(rank, [Home(rank.model)], np.array([20, 40]), END)
+        look = QueryLook(rank, [Home(rank.model)], np.array([20, 40]))
         with look.watching(row):
             rank.run(row)
+        look.observe()
         return look.mass
 
     assert torch.equal(mass_with(21), mass_with(30))
     assert not torch.equal(mass_with(21), mass_with(19))
 
 
-@pytest.mark.parametrize("layer", range(len(WINDOWS)))
-@pytest.mark.parametrize("is_behind", [False, True])
-def test_a_rank_that_fails_in_a_layer_finishes_the_pass_with_the_others(layer, is_behind):
+def test_a_rank_that_fails_in_a_layer_finishes_the_pass_with_the_others(monkeypatch):
     rank = Rank()
-    home = Home(rank.model)
-    place = home.place
+    look = QueryLook(rank, [Home(rank.model)], GAPS)
 
-    def breaks(positions):
-        def read(number):
-            if number == layer:
-                raise RuntimeError("injected")
-            return place(positions).read(number)
+    def fails(*_):
+        raise RuntimeError("injected")
 
-        return SimpleNamespace(read=read)
-
-    home.place = breaks
-    look = QueryLook(rank, [home], np.array([35, *range(END, NUM_TOKENS)]), END)
-
-    def watched():
-        with look.watching(GAPS):
-            rank.run(GAPS)
-
-    run = partial(look.run_after, TOKENS[END:], np.arange(END, NUM_TOKENS)) if is_behind else watched
-    with pytest.raises(RuntimeError, match="injected"):
-        run()
+    monkeypatch.setattr(QueryLook, "_keep", fails)
+    with pytest.raises(RuntimeError, match="injected"), look.watching(GAPS):
+        rank.run(GAPS)
     assert rank.num_ends == 1
     assert not any(module._forward_hooks for module in rank.model.attention)
 

@@ -55,8 +55,8 @@ class Claims:
         substitution: Substitution | None = None,
         repair: RepairPlan | None = None,
     ) -> Claim | Miss:
-        """Promise everything up to the end of the last span; the engine computes the rest with its own prefill."""
-        facts, end = self._facts, plan.spans[-1].target_end
+        """Promise everything up to `RepairTimes.end_of`; the engine computes the rest with its own prefill."""
+        facts, end = self._facts, self.repair_times.end_of(plan, repair)
         first = plan.prefix_len if facts.window else plan.spans[0].target_start
         reach = min(facts.window, plan.prefix_len + 1) - 1
         front = covering(matches, plan.prefix_len - reach, plan.prefix_len) if reach > 0 else ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgraft.donors import CostModel
@@ -83,7 +83,7 @@ class Decisions:
 
     def choose_by(self, policy: SelectionPolicy) -> None:
         """Have a policy choose what is computed again, from the next lookup on."""
-        self._costs = costs_of(self._config, self._facts, policy)
+        self._costs = costs_of(self._facts, policy)
         self._claims = Claims(self._config, self._facts, policy, self._catalogue, self._stores.tier_of)
 
     def decide(
@@ -177,16 +177,10 @@ def _substitutes(config: VLLMConfig, facts: EngineFacts, catalogue: DonorCatalog
     return DonorSubstitutes.configured(config, facts, catalogue)
 
 
-def costs_of(config: VLLMConfig, facts: EngineFacts, policy: SelectionPolicy) -> CostModel:
-    """Return what copying and computing cost on an engine.
-
-    A look at the question runs all that follows the graft a second time if it comes before the first token. After it, it runs
-    the question's own rows, and those once more after what is chosen.
-    """
-    ratio, looks = expected_share(policy), looks_at_query(policy)
-    is_after = RepairTime(config.repair) is RepairTime.AFTER and not facts.keeps_no_repair
-    costs = CostModel.of_width(facts.hidden_size, recompute_ratio=ratio, tail_passes=float(looks and not is_after))
-    return replace(costs, query_rows=2 * QUERY_ROWS) if looks and is_after else costs
+def costs_of(facts: EngineFacts, policy: SelectionPolicy) -> CostModel:
+    """Return what copying and computing cost on an engine; the question's rows are run once more after what is chosen."""
+    rows = QUERY_ROWS if looks_at_query(policy) else 0
+    return CostModel.of_width(facts.hidden_size, recompute_ratio=expected_share(policy), query_rows=rows)
 
 
 def lookup_of(config: VLLMConfig, registry: DonorRegistry) -> Lookup:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvgraft.reuse.repair_time import RepairPlan
     from kvgraft.types import GraftPlan
 
+_LOOKED_AT_TEXT = 4 * QUERY_ROWS
+"""Tokens after the last span, at most, that workers compute in place of vLLM to look on."""
+
 
 class RepairTimes:
     """Decides by the prompt, its plan and settings, never by load, so that no answer depends on what runs beside it."""
@@ -60,6 +63,17 @@ class RepairTimes:
             asked, lambda: self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
         )
 
+    def end_of(self, plan: GraftPlan, repair: RepairPlan | None) -> int:
+        """Return the first position that workers leave to vLLM.
+
+        Where the policy looks at the question, workers compute it, all but its last token, and look on: a look of its own
+        takes a third of a repair. A long text after the last span is left to vLLM, which computes it beside other requests.
+        """
+        if repair is None or Observable.QUERY_ATTENTION not in self._policy.observes:
+            return plan.spans[-1].target_end
+        is_computed = repair.time is RepairTime.BEFORE or _asks_briefly(plan)
+        return plan.num_tokens - 1 if is_computed else plan.spans[-1].target_end
+
     def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], end: int, repair: RepairPlan | None) -> int:
         """Return how many positions workers compute before vLLM computes those from `end` on, as far as is known now."""
         num_gap_rows = int(np.searchsorted(plan.compute, end))
@@ -67,9 +81,9 @@ class RepairTimes:
             return num_gap_rows
         if Observable.KEY_DEVIATION in self._policy.observes:
             return end - plan.prefix_len
-        # Rows after the graft are run to look.
-        num_looking = plan.num_tokens - end if Observable.QUERY_ATTENTION in self._policy.observes else 0
-        return num_gap_rows + num_looking + self._num_chosen(plan, token_ids)
+        looks = Observable.QUERY_ATTENTION in self._policy.observes
+        num_again = int(np.searchsorted(plan.compute[-QUERY_ROWS:], end)) if looks else 0
+        return num_gap_rows + self._num_chosen(plan, token_ids) + num_again
 
     def num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairPlan | None) -> int:
         """Return how many positions workers compute in the step of the second token, as far as is known now."""
@@ -97,7 +111,7 @@ class RepairTimes:
         """Return how many rows the repair takes in the step of the second token."""
         if Observable.KEY_DEVIATION in self._policy.observes:
             return plan.num_tokens - plan.settled_end
-        looks = Observable.QUERY_ATTENTION in self._policy.observes
+        looks = Observable.QUERY_ATTENTION in self._policy.observes and not _asks_briefly(plan)
         return self._num_chosen(plan, token_ids) + (1 + looks) * min(QUERY_ROWS, len(plan.compute))
 
     def _num_chosen(self, plan: GraftPlan, token_ids: NDArray[np.integer]) -> int:
@@ -106,3 +120,8 @@ class RepairTimes:
         if Observable.QUERY_ATTENTION in self._policy.observes:
             return expected_rows(self._policy, context)
         return len(PolicySteps(self._policy, context).first().positions)
+
+
+def _asks_briefly(plan: GraftPlan) -> bool:
+    """Return whether workers compute all text after the last span, and look at once."""
+    return plan.num_tokens - plan.spans[-1].target_end <= _LOOKED_AT_TEXT

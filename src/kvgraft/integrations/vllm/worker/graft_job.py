@@ -17,9 +17,7 @@ from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
     AllLayersPass,
     GraftedPrompt,
-    GraftPass,
     KeyDeviationPass,
-    QueryPass,
 )
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.messages import BlockIds, Graft, TextId
     from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+    from kvgraft.integrations.vllm.worker.passes import GraftPass
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
     from kvgraft.memory.block import KVBlock
     from kvgraft.types import Match
@@ -83,7 +82,6 @@ class GraftJob:
         self._awaited = frozenset(command.stored)
         self.is_blocked = False
         self._kept_texts = {text_id: (start, stop) for text_id, start, stop in command.captures}
-        self._passes: list[GraftPass] = []
         self._captured: GraftPass | None = None
         self._look: QueryLook | None = None
         self._fell_back = ""
@@ -112,10 +110,14 @@ class GraftJob:
         self._inject_s += time.perf_counter() - started
 
     def _first(self) -> PlannedPass:
-        """Plan the first pass. The question is looked at when its K/V are there: by the repair."""
-        if not self.command.repairs_after:
-            return self._steps.first()
-        return replace(self._steps.answer(), observe_query=False)
+        """Plan the first pass, which looks at the question where it computes it; else the repair does."""
+        planned = self._steps.answer() if self.command.repairs_after else self._steps.first()
+        return replace(planned, observe_query=planned.observe_query and self._computes_question)
+
+    @property
+    def _computes_question(self) -> bool:
+        """Whether the text after the last span is computed here, but for its last token, after which vLLM draws the next."""
+        return self.command.end == self.command.plan.num_tokens - 1
 
     @property
     def waits_for_repair(self) -> bool:
@@ -127,6 +129,7 @@ class GraftJob:
 
         All ranks must come here in the same step. Nothing of donors is needed: what they gave lies in the blocks.
         """
+        mass = self._seen_mass()
         self._is_repairing, self.outcome = True, None
         self._end = self.command.plan.num_tokens
         self._kept_texts = {}
@@ -135,7 +138,7 @@ class GraftJob:
             for group, ids in zip(self._rank.groups, block_ids, strict=True)
         ]
         self._prompt = self._prompt_of(())
-        if not self._go_on(lambda: self._steps.repair(Observation(None, None, None))):
+        if not self._go_on(lambda: self._steps.repair(Observation(None, mass, None))):
             self._finish()
 
     def compute_everything(self, reason: str) -> None:
@@ -187,18 +190,18 @@ class GraftJob:
         `is_blocked` is true while the next rows attend to K/V that have not arrived.
         """
         started = time.perf_counter()
-        current = self._passes[0]
+        current = self._pass
         rows = np.empty(0, np.int64) if current.is_done else current.advance(min(max_rows, self._max_rows))
         if current is self._captured:
             self._keep(rows)
+        if self._look is not None and not self.waits_for_repair:
+            self._look.observe()  # at once: windows keep their K/V for the present piece alone
         done, current.inject_s = current.inject_s, 0.0
         self._inject_s += done
         # What follows the last row of a pass may look at all that is reused.
         is_ended = current.is_done and self._prompt.spans.is_complete
         self.is_blocked = not (is_ended or len(rows))
-        if is_ended:
-            del self._passes[0]
-        is_over = not self._passes and not self._next_pass(current)
+        is_over = is_ended and not self._next_pass(current)
         self._compute_s += time.perf_counter() - started - done
         if is_over:
             self._finish()
@@ -211,10 +214,11 @@ class GraftJob:
         if planned.deviation_layer:
             assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
             reused = np.setdiff1d(rows, command.plan.compute, assume_unique=True)
-            self._passes = [KeyDeviationPass(prompt, rows, self._rank.stack, reused=reused)]
+            self._pass: GraftPass = KeyDeviationPass(prompt, rows, self._rank.stack, reused=reused)
             return
         if planned.observe_query:
-            self._look = QueryLook(self._rank, self._homes, self._steps.query, self._end)
+            query = self._steps.query
+            self._look = QueryLook(self._rank, self._homes, query[query < self._end])
         if observed is not None and observed.covers(rows):
             self._planned = replace(planned, drift=DriftPlan(len(rows)))
             whole: GraftPass = observed.later_layers(rows)
@@ -225,10 +229,7 @@ class GraftJob:
         elif len(rows):
             for home in self._homes:
                 home.restart()
-        self._passes = [whole]
-        after = np.arange(self._end, command.plan.num_tokens)
-        if self._look is not None and len(after):
-            self._passes.append(QueryPass(prompt, after, self._look))
+        self._pass = whole
 
     def _next_pass(self, last: GraftPass) -> bool:
         """Ask the policy for more; return False at its end. Where it fails on one rank, all of them compute everything."""
@@ -237,8 +238,15 @@ class GraftJob:
             return False
         observed = last if isinstance(last, KeyDeviationPass) else None
         deviation = None if observed is None else observed.deviation()
-        mass = None if self._look is None else summed_over_ranks(self._look.mass).numpy()
+        mass = self._seen_mass()
         return self._go_on(lambda: self._steps.next(Observation(None, mass, deviation)), observed)
+
+    def _seen_mass(self) -> NDArray[np.float32] | None:
+        """Return what the question attends to, summed over ranks, if the last pass looked; all ranks must ask."""
+        if self._look is None:
+            return None
+        self._look.observe()
+        return summed_over_ranks(self._look.mass).numpy()
 
     def _go_on(self, plan: Callable[[], PlannedPass | None], observed: KeyDeviationPass | None = None) -> bool:
         """Begin the pass that the policy wants; return False if it wants none."""

@@ -1,7 +1,7 @@
 """Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest.
 
-A pass through all layers may be watched by a `QueryLook`, and one over the rows after the graft is made for it alone. It may
-correct tokens that stay reused by those that it computes (`DriftPass`).
+A pass through all layers may be watched by a `QueryLook`, and may correct tokens that stay reused by those that it computes
+(`DriftPass`).
 """
 
 from __future__ import annotations
@@ -138,22 +138,6 @@ class AllLayersPass(GraftPass):
             if drift is not None:
                 stack.enter_context(DriftPass(prompt.homes, prompt.rank.rope, rows, drift).correcting())
             prompt.rank.run(prompt.token_ids[rows], RowRuns.of(rows), prompt.homes)
-
-
-class QueryPass(GraftPass):
-    """The rows after the graft through the whole model, to see what they attend to; stores nothing."""
-
-    def __init__(self, prompt: GraftedPrompt, rows: NDArray[np.int64], look: QueryLook) -> None:
-        super().__init__(prompt, rows)
-        self._look = look
-
-    def _row_limit(self, first_row: int) -> int:
-        """Return no limit: the rows lie in no home."""
-        del first_row
-        return np.iinfo(np.int64).max
-
-    def _run(self, rows: NDArray[np.int64]) -> None:
-        self._look.run_after(self._prompt.token_ids[rows], rows)
 
 
 class KeyDeviationPass(GraftPass):

@@ -1,12 +1,10 @@
 """The attention of a prompt's query, observed from outside vLLM's attention layers.
 
-The query's rows are the last ones that are computed anyway. Where they lie in gaps, the backend attends for them in a pass
-that is made anyway, and the weights are formed a second time beside it. Most lie after the graft, where the engine has not
-been and the request may have no blocks yet: they are run once with K/V of their own, which are discarded at the end.
-Nothing is written to any cache.
+The query's rows are the last ones that a pass computes anyway: the backend attends for them, and the weights are formed a
+second time, over the K/V that it has stored. Nothing is written to any cache.
 
 The seam is PyTorch's forward hook on the attention modules: their arguments are queries, rotated, and the keys and values of
-the same rows; what a hook returns takes the place of the output.
+the same rows.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ class _LookedAtLayer:
     home: GroupKV
     rule: AttentionRule
 
-    def gather(self, start: int, stop: int) -> GatheredKV:
-        """Copy the K/V of positions `[start, stop)` out of the cache."""
-        positions = np.arange(start, stop)
+    def gather(self, rows: NDArray[np.int64]) -> GatheredKV:
+        """Copy the K/V that ascending rows see, their own included, out of the cache."""
+        positions = np.arange(self.rule.first_key(int(rows[0])), int(rows[-1]) + 1)
         keys, values = self.home.place(positions).read(self.number)
         return GatheredKV(torch.from_numpy(positions).to(keys.device), keys, values)
 
@@ -58,46 +56,40 @@ class _LookedAtLayer:
 class QueryLook:
     """Sums the attention of one query over this rank's heads and layers.
 
-    Nothing is raised inside the model: a failure is kept until its pass is over (`ranks.py`).
+    Queries are kept while the model runs (`watching`), weights are formed from them when they are needed (`observe`): forming
+    them takes as long as a first token may not wait.
     """
 
-    def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64], end: int) -> None:
+    def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64]) -> None:
         """Observe the rows of one query.
 
         Args:
             rank: The model.
-            homes: Homes of the K/V before `end`, with all that rows see while they are observed.
-            query: Ascending positions of the query's rows; the last is the prompt's last.
-            end: Positions from here on have no K/V in `homes`; all of them must be run by `run_after`, in order.
+            homes: Homes with all K/V that rows see when they are observed.
+            query: Ascending positions of the query's rows.
 
         Raises:
             IntegrationError: A layer attends in a way that is not known here.
         """
-        self._rank = rank
         self._query = query
-        self._end = end
-        self._mass = torch.zeros(int(query[-1]) + 1, device=rank.device)
+        self._mass = torch.zeros(int(query[-1]) + 1 if len(query) else 0, device=rank.device)
+        self._kept: list[tuple[_LookedAtLayer, NDArray[np.int64], Tensor]] = []
         self._layers = [
             _LookedAtLayer(number, layer.module, home, attention_rule(layer.module))
             for home in homes
             for number, layer in zip(home.layers, home.group.layers, strict=True)
         ]
-        self._after: dict[int, GatheredKV] = {}
-        self._failure = KeptFailure()
 
     @property
     def mass(self) -> Tensor:
-        """float32 by position of the prompt: attention summed over rows, layers and this rank's heads."""
+        """float32 by position, up to the query's last: attention of observed rows, of all layers and this rank's heads."""
         return self._mass
-
-    def kept_of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the rows that `run_after` ran so far, each `(num_rows, num_kv_heads, head_dim)`."""
-        kv = self._after[layer]
-        return kv.keys, kv.values
 
     @contextmanager
     def watching(self, rows: NDArray[np.int64]) -> Iterator[None]:
-        """Observe those of `rows` that belong to the query, while the block runs the model over `rows` with its backend.
+        """Keep the queries of those of `rows` that belong to the query, while the block runs the model over `rows`.
+
+        Memory: of `QUERY_ROWS` rows at most, `heads * head_dim` numbers per layer, until `observe`.
 
         Raises:
             Exception: The first failure on this rank while the model ran.
@@ -107,57 +99,52 @@ class QueryLook:
             yield
             return
 
-        def watch(layer: _LookedAtLayer, inputs: AttentionInputs) -> None:
-            self._observe(layer, rows[seen], inputs.query[torch.from_numpy(seen).to(inputs.query.device)])
-
-        with self._hooked(watch):
+        with self._hooked(lambda layer, query, _: self._keep(layer, rows, seen, query)):
             yield
 
-    def run_after(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-        """Run `rows`, the next ones from `end` on, over the K/V before them; every rank must.
+    def _keep(self, layer: _LookedAtLayer, rows: NDArray[np.int64], seen: NDArray[np.int64], query: Tensor) -> None:
+        self._kept.append((layer, rows[seen], query[torch.from_numpy(seen).to(query.device)]))
 
-        Memory: the K/V of all rows run so far, and a copy of one layer's K/V of the prompt.
-
-        Raises:
-            Exception: The first failure on this rank.
-        """
-        num_observed = int(np.isin(rows, self._query).sum())
-        with self._hooked(lambda layer, inputs: self._attend(layer, rows, inputs, num_observed)):
-            self._rank.run_aside(token_ids, rows)
+    def observe(self) -> None:
+        """Add what the rows watched since the last call attend to, over the K/V of their positions and those before."""
+        kept, self._kept = self._kept, []
+        for layer, rows, query in kept:
+            observe(layer.rule, _query_rows(rows, query), layer.gather(rows), self._mass)
 
     @contextmanager
-    def _hooked(self, look: Callable[[_LookedAtLayer, AttentionInputs], Tensor | None]) -> Iterator[None]:
-        """Call `look` in every attention layer of the block's passes; a tensor that it returns replaces the output."""
+    def comparing(self, rows: NDArray[np.int64]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield a list that takes, layer by layer, what the backend's attention gives `rows` and what is formed here.
 
-        def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:  # noqa: ANN401
-            attended = self._failure.safely(lambda: look(layer, AttentionInputs.of(layer.module, args, kwargs)))
-            if self._failure.error is not None:
-                return torch.zeros_like(output)
-            return None if attended is None else attended.reshape(output.shape)
+        Raises:
+            Exception: As for `watching`.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def compare(layer: _LookedAtLayer, query: Tensor, output: Tensor) -> None:
+            formed = attend(layer.rule, _query_rows(rows, query), layer.gather(rows), self._mass, 0)
+            found.append((output.reshape(formed.shape), formed))
+
+        with self._hooked(compare):
+            yield found
+
+    @contextmanager
+    def _hooked(self, look: Callable[[_LookedAtLayer, Tensor, Tensor], None]) -> Iterator[None]:
+        """Call `look` with queries and output of every attention layer of the block's pass."""
+        failure = KeptFailure()
+
+        def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> None:  # noqa: ANN401
+            failure.safely(lambda: look(layer, AttentionInputs.of(layer.module, args, kwargs).query, output))
 
         with ExitStack() as stack:
             for layer in self._layers:
                 handle = layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             yield
-        self._failure.reraise()
+        failure.reraise()
 
-    def _observe(self, layer: _LookedAtLayer, rows: NDArray[np.int64], query: Tensor) -> None:
-        """Form the weights of `rows` beside the backend; it stored their K/V just now."""
-        kv = layer.gather(layer.rule.first_key(int(rows[0])), int(rows[-1]) + 1)
-        observe(layer.rule, QueryRows(torch.from_numpy(rows).to(query.device), query), kv, self._mass)
 
-    def _attend(
-        self, layer: _LookedAtLayer, rows: NDArray[np.int64], inputs: AttentionInputs, num_observed: int
-    ) -> Tensor:
-        """Attend for `rows` in the backend's place, which stores and returns nothing in such a pass."""
-        positions = torch.from_numpy(rows).to(inputs.query.device)
-        new = GatheredKV(positions, inputs.keys.clone(), inputs.values.clone())
-        earlier = self._after.get(layer.number)
-        after = self._after[layer.number] = new if earlier is None else earlier.followed_by(new)
-        before = layer.gather(min(layer.rule.first_key(int(rows[0])), self._end), self._end)
-        rows_seen = QueryRows(positions, inputs.query)
-        return attend(layer.rule, rows_seen, before.followed_by(after), self._mass, num_observed)
+def _query_rows(rows: NDArray[np.int64], query: Tensor) -> QueryRows:
+    return QueryRows(torch.from_numpy(rows).to(query.device), query)
 
 
 def refused_look(modules: Iterable[Any]) -> str:

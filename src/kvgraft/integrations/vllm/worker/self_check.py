@@ -173,15 +173,13 @@ def _check_stack(rank: RankModel, stack: DecoderStack, tolerance: float) -> None
 
 
 def _check_look(rank: RankModel, tolerance: float) -> None:
-    """Compare rows with attention formed here and by the backend: if their K/V are the same, so are the weights."""
+    """Compare rows with attention formed here and by the backend: if these are the same, so are the weights."""
     prompt = _Scratch(rank)
-    end = _PROMPT_TOKENS // 2
-    after = prompt.everything[end:]
-    look = QueryLook(rank, prompt.homes, after, end)
-    for rows in np.array_split(after, 2):
-        look.run_after(prompt.token_ids[rows], rows)
-    actual = [tensor for home in prompt.homes for number in home.layers for tensor in look.kept_of(number)]
-    _require_equal(prompt.read(after), actual, tolerance, "rows run beside the cache")
+    rows = prompt.everything[_PROMPT_TOKENS // 2 :]
+    with QueryLook(rank, prompt.homes, rows).comparing(rows) as found:
+        prompt.run(rows)
+    expected, actual = zip(*found, strict=True)
+    _require_equal(expected, actual, tolerance, "attention formed beside the backend")
 
 
 def _check_drift(rank: RankModel, tolerance: float) -> None:

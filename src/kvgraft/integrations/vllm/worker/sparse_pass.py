@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.forward_context import set_forward_context
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.worker.layers import caches_bound
@@ -77,24 +76,6 @@ class RankModel:
         tokens = torch.from_numpy(token_ids).to(self.device)  # what may fail comes before the vote
         with self.batch(runs, homes) as on_device:
             self.model(input_ids=tokens, positions=on_device)
-
-    def run_aside(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> None:
-        """Run rows without any K/V: attention layers store and return nothing, and hooks attend in their place (`QueryLook`).
-
-        Backends see a forward pass without attention metadata, as in vLLM's profiling run.
-        """
-        with ExitStack() as stack:
-
-            def prepare() -> tuple[Tensor, Tensor]:
-                stack.enter_context(
-                    set_forward_context(
-                        None, self.vllm_config, num_tokens=len(positions), skip_compiled=True, slot_mapping={}
-                    )
-                )
-                return torch.from_numpy(token_ids).to(self.device), torch.from_numpy(positions).to(self.device)
-
-            on_device, places = together(prepare)
-            self.model(input_ids=on_device, positions=places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
