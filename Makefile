@@ -43,7 +43,7 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m slow
 
-# The package's lines that its unit tests run; under twice as long as these without.
+# The package's lines that its unit tests run, with a floor (`fail_under` in pyproject.toml); under twice as long as these without.
 coverage: venv
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal -m "not slow" --cov --cov-report=term-missing:skip-covered tests/unit
 

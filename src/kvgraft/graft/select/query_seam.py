@@ -12,16 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from kvgraft.graft.select.query_attention import QueryAttention
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from kvgraft.graft.select.base import Observation, SelectionContext
-
-_LEAST_MASS = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -34,5 +31,4 @@ class QuerySeam(QueryAttention):
     name: ClassVar[str] = "query_seam"
 
     def _score(self, context: SelectionContext, observation: Observation) -> NDArray[np.floating]:
-        # Where no row of the query was seen, the seam alone decides.
-        return (super()._score(context, observation) + _LEAST_MASS) / (1.0 + context.seam_distance)
+        return super()._score(context, observation) / (1.0 + context.seam_distance)

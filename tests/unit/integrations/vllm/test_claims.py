@@ -61,7 +61,7 @@ def time_of(claims, plan, time, *, max_tokens=9, generated=0):
         (NoRecompute(), 30),
         (FirstK(16), 30 + 16),
         (KVDeviation(0.1), 30 + 200),  # every position, in the first layers
-        (QuerySeam(0.1), 30 + 69 + 20 + 63),  # the question, what is chosen by it, and the question's rows once more
+        (QuerySeam(0.1), 30 + 70 + 20 + 64),  # the question, what is chosen by it, and the question's rows once more
     ],
 )
 def test_rows_that_workers_run_are_known_beforehand(policy, num_rows):

@@ -143,22 +143,23 @@ def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, 
 
     rank = Rank(softcap)
     grafted(rank)
-    look = QueryLook(rank, [Home(rank.model)], query)
+    homes = [Home(rank.model)]
+    look = QueryLook(rank, homes, query, NUM_TOKENS)
     for part in (GAPS, behind):
         for start in range(0, len(part), piece):
             rows = part[start : start + piece]
             with look.watching(rows):
                 rank.run(rows)
             if observes_at_once:
-                look.observe()
+                look.observe(homes)
     before = [layer.cache.clone() for layer in rank.model.attention]
-    look.observe()
+    look.observe(homes)
     torch.testing.assert_close(look.mass, expected)
     assert look.mass.sum() == pytest.approx(num_query * HEADS * len(WINDOWS), rel=1e-4)
     for number, layer in enumerate(rank.model.attention):
         assert torch.equal(layer.cache, before[number]), "a look writes nothing"
         assert not layer._forward_hooks
-    look.observe()
+    look.observe(homes)
     torch.testing.assert_close(look.mass, expected)  # what was observed is not observed again
 
 
@@ -166,16 +167,16 @@ def test_masses_are_those_of_one_pass_over_the_grafted_prompt(num_query, piece, 
 def test_what_the_backend_gives_is_compared_with_what_is_formed_here(softcap):
     rank = Rank(softcap)
     grafted(rank)
-    look = QueryLook(rank, [Home(rank.model)], GAPS)
-    with look.comparing(GAPS) as found:
+    look = QueryLook(rank, [Home(rank.model)], GAPS, NUM_TOKENS)
+    with look.comparing([Home(rank.model)], GAPS) as found:
         rank.run(GAPS)
     assert len(found) == len(WINDOWS)
     for backend, formed in found:
         torch.testing.assert_close(backend, formed)
     rank.model.attention[1].impl.scale *= 1.1
-    look = QueryLook(rank, [Home(rank.model)], GAPS)
+    look = QueryLook(rank, [Home(rank.model)], GAPS, NUM_TOKENS)
     rank.model.attention[1].impl.scale /= 1.1  # the backend attends otherwise than the layer said
-    with look.comparing(GAPS) as found:
+    with look.comparing([Home(rank.model)], GAPS) as found:
         rank.run(GAPS)
     assert [torch.allclose(*pair, atol=1e-5) for pair in found] == [True, False, True]
 
@@ -189,10 +190,11 @@ def test_what_stands_behind_a_row_is_not_seen():
         grafted(rank)
         for layer in rank.model.attention:
             layer.cache[:, position] += 3.0
-        look = QueryLook(rank, [Home(rank.model)], np.array([20, 40]))
+        homes = [Home(rank.model)]
+        look = QueryLook(rank, homes, np.array([20, 40]), NUM_TOKENS)
         with look.watching(row):
             rank.run(row)
-        look.observe()
+        look.observe(homes)
         return look.mass
 
     assert torch.equal(mass_with(21), mass_with(30))
@@ -201,7 +203,7 @@ def test_what_stands_behind_a_row_is_not_seen():
 
 def test_a_rank_that_fails_in_a_layer_finishes_the_pass_with_the_others(monkeypatch):
     rank = Rank()
-    look = QueryLook(rank, [Home(rank.model)], GAPS)
+    look = QueryLook(rank, [Home(rank.model)], GAPS, NUM_TOKENS)
 
     def fails(*_):
         raise RuntimeError("injected")

@@ -65,7 +65,7 @@ class Claims:
         front_donors, donors = self._donors(front), self._donors(plan.spans)
         if len(front_donors) + len(donors) != len(front) + len(plan.spans):
             return Miss(MissReason.NO_DONORS, "a donor left during the lookup")
-        num_rows = self.repair_times.num_rows(plan, token_ids, end, repair)
+        num_rows = self.repair_times.num_rows(plan, token_ids, repair)
         asynchronous = {"sync": False, "async": True}.get(self._load, num_rows > self._max_rows)
         # A store is never waited for in a step that others share; of models with several KV groups, and on a GPU by default
         # (`runner.py`), vLLM takes back what a waiting request could not load, and nothing else.

@@ -15,7 +15,7 @@ from kvgraft.graft.select import (
     selection_context,
 )
 from kvgraft.graft.steps import QUERY_ROWS
-from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
+from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, RepairPlan, planned_repair
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.select import SelectionPolicy
     from kvgraft.integrations.vllm.scheduler.facts import EngineFacts
-    from kvgraft.reuse.repair_time import RepairPlan
     from kvgraft.types import GraftPlan
 
 _LOOKED_AT_TEXT = 4 * QUERY_ROWS
@@ -64,26 +63,32 @@ class RepairTimes:
         )
 
     def end_of(self, plan: GraftPlan, repair: RepairPlan | None) -> int:
-        """Return the first position that workers leave to vLLM.
+        """Return the first position that workers leave to vLLM: what follows the last span, or the last token alone."""
+        return plan.num_tokens - 1 if self._looks_at_once(plan, repair) else plan.spans[-1].target_end
 
-        Where the policy looks at the question, workers compute it, all but its last token, and look on: a look of its own
-        takes a third of a repair. A long text after the last span is left to vLLM, which computes it beside other requests.
-        """
-        if repair is None or Observable.QUERY_ATTENTION not in self._policy.observes:
-            return plan.spans[-1].target_end
-        is_computed = repair.time is RepairTime.BEFORE or _asks_briefly(plan)
-        return plan.num_tokens - 1 if is_computed else plan.spans[-1].target_end
-
-    def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], end: int, repair: RepairPlan | None) -> int:
-        """Return how many positions workers compute before vLLM computes those from `end` on, as far as is known now."""
-        num_gap_rows = int(np.searchsorted(plan.compute, end))
+    def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairPlan | None) -> int:
+        """Return how many positions workers compute before vLLM goes on, as far as is known now."""
+        end = plan.spans[-1].target_end
+        num_rows = len(plan.compute) if self._looks_at_once(plan, repair) else int(np.searchsorted(plan.compute, end))
         if repair is None or repair.time is RepairTime.AFTER:
-            return num_gap_rows
+            return num_rows
         if Observable.KEY_DEVIATION in self._policy.observes:
             return end - plan.prefix_len
-        looks = Observable.QUERY_ATTENTION in self._policy.observes
-        num_again = int(np.searchsorted(plan.compute[-QUERY_ROWS:], end)) if looks else 0
-        return num_gap_rows + self._num_chosen(plan, token_ids) + num_again
+        return num_rows + self._num_chosen(plan, token_ids) + self._looks * min(QUERY_ROWS, len(plan.compute))
+
+    @property
+    def _looks(self) -> bool:
+        return Observable.QUERY_ATTENTION in self._policy.observes
+
+    def _looks_at_once(self, plan: GraftPlan, repair: RepairPlan | None) -> bool:
+        """Return whether workers compute the text after the last span, to look at what it attends to.
+
+        A look of its own takes a third of a repair. A long text is left to vLLM where the look may come later: vLLM
+        computes it beside other requests.
+        """
+        if repair is None or not self._looks:
+            return False
+        return repair.time is RepairTime.BEFORE or plan.num_tokens - plan.spans[-1].target_end <= _LOOKED_AT_TEXT
 
     def num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairPlan | None) -> int:
         """Return how many positions workers compute in the step of the second token, as far as is known now."""
@@ -111,17 +116,12 @@ class RepairTimes:
         """Return how many rows the repair takes in the step of the second token."""
         if Observable.KEY_DEVIATION in self._policy.observes:
             return plan.num_tokens - plan.settled_end
-        looks = Observable.QUERY_ATTENTION in self._policy.observes and not _asks_briefly(plan)
-        return self._num_chosen(plan, token_ids) + (1 + looks) * min(QUERY_ROWS, len(plan.compute))
+        num_looks = self._looks and not self._looks_at_once(plan, RepairPlan(RepairTime.AFTER))
+        return self._num_chosen(plan, token_ids) + (1 + num_looks) * min(QUERY_ROWS, len(plan.compute))
 
     def _num_chosen(self, plan: GraftPlan, token_ids: NDArray[np.integer]) -> int:
         """Return how many reused tokens are chosen: an expected number where the policy looks first."""
         context = selection_context(plan, token_ids)
-        if Observable.QUERY_ATTENTION in self._policy.observes:
+        if self._looks:
             return expected_rows(self._policy, context)
         return len(PolicySteps(self._policy, context).first().positions)
-
-
-def _asks_briefly(plan: GraftPlan) -> bool:
-    """Return whether workers compute all text after the last span, and look at once."""
-    return plan.num_tokens - plan.spans[-1].target_end <= _LOOKED_AT_TEXT

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
-from kvgraft.graft.select import NoRecompute, Observation
+from kvgraft.graft.select import NoRecompute, Observable, Observation
 from kvgraft.graft.steps import GraftSteps, PlannedPass, Scope
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
@@ -68,16 +68,22 @@ class GraftJob:
         self.outcome: GraftOutcome | None = None
         self._rank = rank
         self._donors = donors
-        self._homes = _homes(command, rank, max_rows)
-        self._end = command.end
         self._max_rows = min(max_rows, rank.most_rows)
         is_chosen_from = command.plan.has_shifted and not command.is_substituted
+        # Its last token is computed once more by vLLM, which draws the next one.
+        self._computes_question = (
+            is_chosen_from
+            and Observable.QUERY_ATTENTION in policy.observes
+            and command.end == command.plan.num_tokens - 1
+        )
+        end = command.plan.num_tokens if self._computes_question else command.end
+        self._homes = _homes(command, rank, max_rows, end)
         self._steps = GraftSteps(
             command.plan,
             policy if is_chosen_from else NoRecompute(),
             token_ids=command.token_ids,
             correction=None if command.is_substituted else correction,
-            scope=_scope(command, self._homes, rank.most_runs),
+            scope=_scope(self._homes, rank.most_runs, end=end),
         )
         self._awaited = frozenset(command.stored)
         self.is_blocked = False
@@ -115,11 +121,6 @@ class GraftJob:
         return replace(planned, observe_query=planned.observe_query and self._computes_question)
 
     @property
-    def _computes_question(self) -> bool:
-        """Whether the text after the last span is computed here, but for its last token, after which vLLM draws the next."""
-        return self.command.end == self.command.plan.num_tokens - 1
-
-    @property
     def waits_for_repair(self) -> bool:
         """Whether what the policy chooses is still to be computed, once the graft is complete."""
         return self.command.repairs_after and not self._is_repairing and not self._fell_back
@@ -129,15 +130,14 @@ class GraftJob:
 
         All ranks must come here in the same step. Nothing of donors is needed: what they gave lies in the blocks.
         """
-        mass = self._seen_mass()
         self._is_repairing, self.outcome = True, None
-        self._end = self.command.plan.num_tokens
         self._kept_texts = {}
         self._homes = [
-            PagedKV.of(group, np.asarray(ids, np.int32), start=self._end)
+            PagedKV.of(group, np.asarray(ids, np.int32), start=self.command.plan.num_tokens)
             for group, ids in zip(self._rank.groups, block_ids, strict=True)
         ]
         self._prompt = self._prompt_of(())
+        mass = self._seen_mass()
         if not self._go_on(lambda: self._steps.repair(Observation(None, mass, None))):
             self._finish()
 
@@ -195,7 +195,7 @@ class GraftJob:
         if current is self._captured:
             self._keep(rows)
         if self._look is not None and not self.waits_for_repair:
-            self._look.observe()  # at once: windows keep their K/V for the present piece alone
+            self._look.observe(self._homes)  # at once: windows keep their K/V for the present piece alone
         done, current.inject_s = current.inject_s, 0.0
         self._inject_s += done
         # What follows the last row of a pass may look at all that is reused.
@@ -217,8 +217,7 @@ class GraftJob:
             self._pass: GraftPass = KeyDeviationPass(prompt, rows, self._rank.stack, reused=reused)
             return
         if planned.observe_query:
-            query = self._steps.query
-            self._look = QueryLook(self._rank, self._homes, query[query < self._end])
+            self._look = QueryLook(self._rank, self._homes, self._steps.query, command.plan.num_tokens)
         if observed is not None and observed.covers(rows):
             self._planned = replace(planned, drift=DriftPlan(len(rows)))
             whole: GraftPass = observed.later_layers(rows)
@@ -245,7 +244,7 @@ class GraftJob:
         """Return what the question attends to, summed over ranks, if the last pass looked; all ranks must ask."""
         if self._look is None:
             return None
-        self._look.observe()
+        self._look.observe(self._homes)
         return summed_over_ranks(self._look.mass).numpy()
 
     def _go_on(self, plan: Callable[[], PlannedPass | None], observed: KeyDeviationPass | None = None) -> bool:
@@ -266,7 +265,7 @@ class GraftJob:
     def _finish(self) -> None:
         started = time.perf_counter()
         for home in self._homes:
-            home.finish(self._prompt.spans, self._end)
+            home.finish(self._prompt.spans, self.command.end)
         self._inject_s += time.perf_counter() - started
         work = self._steps.work()
         self.outcome = GraftOutcome(
@@ -296,10 +295,16 @@ class GraftJob:
                 self._donors.capture(text_id, self._homes, kept)
 
 
-def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
+_NULL_BLOCK = 0
+"""vLLM's block that no request has."""
+
+
+def _homes(command: Graft, rank: RankModel, max_rows: int, end: int) -> list[GroupKV]:
     homes: list[GroupKV] = []
     for group, block_ids in zip(rank.groups, command.block_ids, strict=True):
-        blocks = np.asarray(block_ids, np.int32)
+        # The prompt's last token may have no block yet. Nothing reads its K/V after this job: vLLM computes it once more.
+        num_missing = -(-end // (group.block_size * group.split)) - len(block_ids)
+        blocks = np.asarray([*block_ids, *[_NULL_BLOCK] * num_missing], np.int32)
         if group.window:
             from kvgraft.integrations.vllm.worker.window_ring import WindowRing  # loaded for models with windows
 
@@ -309,12 +314,12 @@ def _homes(command: Graft, rank: RankModel, max_rows: int) -> list[GroupKV]:
     return homes
 
 
-def _scope(command: Graft, homes: Sequence[GroupKV], most_runs: int | None) -> Scope:
+def _scope(homes: Sequence[GroupKV], most_runs: int | None, *, end: int | None) -> Scope:
     longest = [home.longest_piece for home in homes if home.longest_piece is not None]
     if most_runs is not None:  # what is corrected is computed in one piece, at worst every other token of it
         longest.append(2 * most_runs)
     return Scope(
-        end=command.end,
+        end=end,
         is_forgetful=any(home.group.window for home in homes),
         longest_run=min(longest, default=None),
     )

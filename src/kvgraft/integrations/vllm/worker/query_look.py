@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LookedAtLayer:
-    """One attention layer, by its number among all, and the home of its K/V."""
+    """One attention layer, by its number among all, and the number of its group."""
 
     number: int
+    group: int
     module: Any
-    home: GroupKV
     rule: AttentionRule
 
-    def gather(self, rows: NDArray[np.int64]) -> GatheredKV:
+    def gather(self, homes: Sequence[GroupKV], rows: NDArray[np.int64]) -> GatheredKV:
         """Copy the K/V that ascending rows see, their own included, out of the cache."""
         positions = np.arange(self.rule.first_key(int(rows[0])), int(rows[-1]) + 1)
-        keys, values = self.home.place(positions).read(self.number)
+        keys, values = homes[self.group].place(positions).read(self.number)
         return GatheredKV(torch.from_numpy(positions).to(keys.device), keys, values)
 
 
@@ -60,29 +60,30 @@ class QueryLook:
     them takes as long as a first token may not wait.
     """
 
-    def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64]) -> None:
+    def __init__(self, rank: RankModel, homes: Sequence[GroupKV], query: NDArray[np.int64], num_tokens: int) -> None:
         """Observe the rows of one query.
 
         Args:
             rank: The model.
-            homes: Homes with all K/V that rows see when they are observed.
+            homes: One per group.
             query: Ascending positions of the query's rows.
+            num_tokens: Of the prompt.
 
         Raises:
             IntegrationError: A layer attends in a way that is not known here.
         """
         self._query = query
-        self._mass = torch.zeros(int(query[-1]) + 1 if len(query) else 0, device=rank.device)
+        self._mass = torch.zeros(num_tokens, device=rank.device)
         self._kept: list[tuple[_LookedAtLayer, NDArray[np.int64], Tensor]] = []
         self._layers = [
-            _LookedAtLayer(number, layer.module, home, attention_rule(layer.module))
-            for home in homes
+            _LookedAtLayer(number, group, layer.module, attention_rule(layer.module))
+            for group, home in enumerate(homes)
             for number, layer in zip(home.layers, home.group.layers, strict=True)
         ]
 
     @property
     def mass(self) -> Tensor:
-        """float32 by position, up to the query's last: attention of observed rows, of all layers and this rank's heads."""
+        """float32 by position of the prompt: attention of observed rows, summed over layers and this rank's heads."""
         return self._mass
 
     @contextmanager
@@ -105,14 +106,14 @@ class QueryLook:
     def _keep(self, layer: _LookedAtLayer, rows: NDArray[np.int64], seen: NDArray[np.int64], query: Tensor) -> None:
         self._kept.append((layer, rows[seen], query[torch.from_numpy(seen).to(query.device)]))
 
-    def observe(self) -> None:
-        """Add what the rows watched since the last call attend to, over the K/V of their positions and those before."""
+    def observe(self, homes: Sequence[GroupKV]) -> None:
+        """Add what the rows watched since the last call attend to, over the K/V in `homes` up to each."""
         kept, self._kept = self._kept, []
         for layer, rows, query in kept:
-            observe(layer.rule, _query_rows(rows, query), layer.gather(rows), self._mass)
+            observe(layer.rule, _query_rows(rows, query), layer.gather(homes, rows), self._mass)
 
     @contextmanager
-    def comparing(self, rows: NDArray[np.int64]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def comparing(self, homes: Sequence[GroupKV], rows: NDArray[np.int64]) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yield a list that takes, layer by layer, what the backend's attention gives `rows` and what is formed here.
 
         Raises:
@@ -121,7 +122,7 @@ class QueryLook:
         found: list[tuple[Tensor, Tensor]] = []
 
         def compare(layer: _LookedAtLayer, query: Tensor, output: Tensor) -> None:
-            formed = attend(layer.rule, _query_rows(rows, query), layer.gather(rows), self._mass, 0)
+            formed = attend(layer.rule, _query_rows(rows, query), layer.gather(homes, rows), self._mass, 0)
             found.append((output.reshape(formed.shape), formed))
 
         with self._hooked(compare):

@@ -176,7 +176,7 @@ def _check_look(rank: RankModel, tolerance: float) -> None:
     """Compare rows with attention formed here and by the backend: if these are the same, so are the weights."""
     prompt = _Scratch(rank)
     rows = prompt.everything[_PROMPT_TOKENS // 2 :]
-    with QueryLook(rank, prompt.homes, rows).comparing(rows) as found:
+    with QueryLook(rank, prompt.homes, rows, _PROMPT_TOKENS).comparing(prompt.homes, rows) as found:
         prompt.run(rows)
     expected, actual = zip(*found, strict=True)
     _require_equal(expected, actual, tolerance, "attention formed beside the backend")
