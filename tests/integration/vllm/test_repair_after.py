@@ -9,7 +9,7 @@ import pytest
 import torch
 from policies import FailsLater
 
-from engines import Answer, answer_of, engine, parameters, text
+from engines import BLOCK, Answer, answer_of, engine, parameters, text
 from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
@@ -25,6 +25,9 @@ FRONT, BETWEEN, QUESTION = text(60, 45), text(61, 15), text(62, 40)
 IN_GAPS = FRONT + DOCUMENTS[1] + BETWEEN + DOCUMENTS[0] + BETWEEN[:7] + DOCUMENTS[2] + QUESTION
 """After its first reused token no more than 64 are computed anyway: all of them are the query."""
 NO_GAPS = DOCUMENTS[2] + DOCUMENTS[0] + QUESTION
+LAST_IN_A_BLOCK = NO_GAPS + text(63, (1 - len(NO_GAPS)) % BLOCK)
+LONG = NO_GAPS + text(64, 260)
+"""Its end is computed by vLLM."""
 SERVED = {
     "query_seam": ("llama", {}, {}),
     "query_seam, async": ("qwen3", {"load": "async"}, {}),
@@ -129,7 +132,11 @@ def assert_alike(mine: Answer, theirs: Answer, *, first):
             assert here[token] == pytest.approx(there[token], abs=1e-3)
 
 
-@pytest.mark.parametrize("prompt", [IN_GAPS, NO_GAPS], ids=["query in gaps", "no gaps"])
+@pytest.mark.parametrize(
+    "prompt",
+    [IN_GAPS, NO_GAPS, LAST_IN_A_BLOCK],
+    ids=["query in gaps", "no gaps", "last token in a block of its own"],
+)
 def test_from_the_second_token_on_kv_are_those_of_a_repair_before_the_first(served, prompt):
     before, kv_before = kv_of_answer(served, prompt, "before")
     after, kv_after = kv_of_answer(served, prompt, "after")
@@ -144,6 +151,14 @@ def test_from_the_second_token_on_kv_are_those_of_a_repair_before_the_first(serv
     for name in same:
         assert after.report[name] == before.report[name], name
     assert after.report["recomputed_tokens"] > 0
+
+
+@pytest.mark.parametrize("served", [name for name in SERVED if name.startswith("query_seam")], indirect=True)
+def test_a_long_text_after_the_last_span_is_looked_at_by_the_repair(served):
+    _, kv_before = kv_of_answer(served, LONG, "before")
+    after, kv_after = kv_of_answer(served, LONG, "after")
+    assert distance(kv_after, kv_before) < 1e-4
+    assert (after.report["repair"]["time"], after.report["repair"]["from_token"]) == ("after", 2)
 
 
 def test_the_first_token_is_that_of_nothing_recomputed(served, monkeypatch):
