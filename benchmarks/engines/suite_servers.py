@@ -3,7 +3,7 @@
 All load the same directory in float32, compute on the same number of threads and keep K/V of about as many tokens. `off` is
 an engine that reuses nothing, `exact` is the engine as it comes, `kvgraft` is `exact` with our connector, backend or engine
 and its default settings. Token counts are those of the engine, or of kvgraft's report where that is more precise: vLLM
-counts tokens that a connector computes as cached ones, and its streams have no report, so that our metrics are read.
+counts tokens that are repaired as cached ones, and its streams have no report, so that our metrics are read.
 """
 
 from __future__ import annotations

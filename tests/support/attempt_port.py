@@ -149,10 +149,12 @@ class Port:
         if self.told:  # it ended in this step, with a token that was drawn from what is made
             self._note_answer()
         self.counts_on = 0
+        is_counted = self.cached == claim.num_tokens
+        num_copied = 0 if outcome.fell_back else sum(span.length for span in claim.plan.spans)
         self.send(done.Copied(outcome), fails_at=fails_at)
         if self.attempt.is_copying:
             raise BrokenError("outcome: an outcome was told and is still awaited")
-        if outcome.fell_back and self.cached and not self.num_failed:
+        if is_counted and self.cached != num_copied and not self.num_failed:
             raise BrokenError("counts: tokens that were computed count as cached")
 
     def copied_late(self):
@@ -276,8 +278,8 @@ class Port:
                 self.texts = self.gaps = 0
             case to_do.Release():
                 self.pins = self.texts = self.gaps = 0
-            case to_do.Recount():
-                self.cached = 0
+            case to_do.Recount(num_promised, num_computed):
+                self.cached -= num_computed if self.cached == num_promised else 0
             case to_do.Count():
                 self.num_errors += 1
             case to_do.Tell(is_final):

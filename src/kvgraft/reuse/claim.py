@@ -70,6 +70,11 @@ class Claim:
         return self.end - self.plan.prefix_len
 
     @property
+    def num_gap_tokens(self) -> int:
+        """Promised tokens that are computed, not copied."""
+        return self.num_tokens - sum(span.length for span in self.plan.spans)
+
+    @property
     def generation(self) -> int:
         """Highest generation of what it copies, and of what attends to that; 0 where all of that is exact."""
         return max(self.front_generation, *map(copied_generation, self.plan.spans))

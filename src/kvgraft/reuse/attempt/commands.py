@@ -87,9 +87,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Recount:
-    """Count promised tokens as computed: the engine counted them as cached."""
+    """Count some of the promised tokens as computed: the engine counted all of them as cached."""
 
-    num_tokens: int
+    num_promised: int
+    num_computed: int
 
 
 @dataclass(frozen=True, slots=True)

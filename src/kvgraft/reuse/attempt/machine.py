@@ -230,11 +230,13 @@ class Attempt:
             self.earlier, self._phase = earlier, AttemptPhase.OVER if self._has_ended else self._phase
             return commands
         if outcome.fell_back:
-            commands = (*errors, Unpin(), Recount(claim.num_tokens), Keep(not outcome.failed), *self._outcome_taken())
+            recount = Recount(claim.num_tokens, claim.num_tokens)
+            commands = (*errors, Unpin(), recount, Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.withdraw(claim.plan.prefix_len)
             self.graft, self.repair, self._is_due, phase = miss, None, False, AttemptPhase.SETTLED
         else:
-            commands = (*errors, Unpin(), Keep(not outcome.failed), *self._outcome_taken())
+            recount = Recount(claim.num_tokens, claim.num_gap_tokens)
+            commands = (*errors, Unpin(), recount, Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.recompute(outcome.recomputed_runs)
             phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
             phase = AttemptPhase.REPAIRING if self._phase is AttemptPhase.REPAIRING else phase

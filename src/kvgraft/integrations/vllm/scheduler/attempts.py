@@ -345,8 +345,8 @@ class Attempts:
                 state.held.give_up_texts()
             case commands.Release():
                 state.held.release()
-            case commands.Recount(num_tokens):
-                count_as_computed(state.prefill, num_tokens)
+            case commands.Recount(num_promised, num_computed):
+                count_as_computed(state.prefill, num_promised, num_computed)
             case commands.Count():
                 self._counts.error()
             case commands.Tell(is_final):

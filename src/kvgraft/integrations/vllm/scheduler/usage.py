@@ -1,4 +1,4 @@
-"""What vLLM reports as cached of a prompt, where a graft that it was promised came to nothing."""
+"""What vLLM reports as cached of a prompt: of a graft that it was promised what was copied, and not what was computed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def first_prefill(request: Request) -> PrefillStats | None:
     return getattr(request, "prefill_stats", None) if is_first else None
 
 
-def count_as_computed(stats: PrefillStats | None, num_tokens: int) -> None:
-    """Move the tokens of a graft from those that vLLM had cached to those that were computed.
+def count_as_computed(stats: PrefillStats | None, num_promised: int, num_computed: int) -> None:
+    """Move tokens from those that vLLM had cached to those that were computed: gaps between copies, or all of a promise.
 
-    Nothing changes where it has counted others: the request has begun again since.
+    Nothing changes where it has counted another promise: the request has begun again since.
     """
-    if stats is None or getattr(stats, "num_external_cached_tokens", 0) != num_tokens:
+    if stats is None or getattr(stats, "num_external_cached_tokens", 0) != num_promised:
         return
-    stats.num_external_cached_tokens = 0
-    stats.num_cached_tokens -= num_tokens
-    stats.num_computed_tokens += num_tokens
+    stats.num_external_cached_tokens -= num_computed
+    stats.num_cached_tokens -= num_computed
+    stats.num_computed_tokens += num_computed
