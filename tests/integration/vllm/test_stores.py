@@ -317,7 +317,7 @@ def test_spans_that_have_arrived_are_computed_while_others_are_on_their_way(serv
             assert not [output for output in core.step() if output.finished]
             job = next(iter(served.worker._jobs.values()), None)
             if job is not None:
-                current = job._passes[0]
+                current = job._pass
                 computed = set(current._rows[: current._done].tolist())
         assert not job._prompt.spans.is_complete
         shared.faults.released.set()

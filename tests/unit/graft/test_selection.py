@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgraft.bench.fidelity.oracle import Oracle
 from kvgraft.errors import ConfigError
 from kvgraft.graft.model import SequenceOutput
 from kvgraft.graft.select import (
@@ -19,7 +20,6 @@ from kvgraft.graft.select import (
     NoRecompute,
     Observable,
     Observation,
-    Oracle,
     QueryAttention,
     QuerySeam,
     RandomShare,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvgraft.graft.select import Oracle
+from kvgraft.bench.fidelity.oracle import Oracle
 from kvgraft.types import ReuseMode
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvgraft.bench.fidelity.oracle import Oracle
 from kvgraft.engine import RepairRules
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, Oracle, RatioPolicy, SelectionPolicy
+from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:

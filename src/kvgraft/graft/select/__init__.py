@@ -10,8 +10,8 @@
 | `query_seam` | query attention x a prior that falls with the distance from the seam | docs/graft.md |
 | `adaptive` | `query_seam`, doubled until the first token stops to change | docs/graft.md |
 
-`Oracle` is not among them: it needs what only a full prefill knows, for benchmarks. Others are registered, or come with
-installed packages.
+Others are registered, or come with installed packages. Benchmarks have one more, which knows a full prefill
+(`bench/fidelity/oracle.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.guard import PolicySteps, expected_rows, expected_share, fault, looks_at_query
 from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
-from kvgraft.graft.select.oracle import Oracle
 from kvgraft.graft.select.query_attention import QueryAttention
 from kvgraft.graft.select.query_seam import QuerySeam
 from kvgraft.graft.select.random_share import RandomShare
@@ -131,7 +130,6 @@ __all__ = [
     "NoRecompute",
     "Observable",
     "Observation",
-    "Oracle",
     "PolicySteps",
     "QueryAttention",
     "QuerySeam",

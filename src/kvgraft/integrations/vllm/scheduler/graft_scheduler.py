@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvgraft.integrations.vllm.messages import StepCommands
 from kvgraft.integrations.vllm.scheduler.attempts import Attempts, Ports
 from kvgraft.integrations.vllm.scheduler.captures import Captures
+from kvgraft.integrations.vllm.scheduler.coming_texts import ComingTexts
 from kvgraft.integrations.vllm.scheduler.continuing import Continuing
 from kvgraft.integrations.vllm.scheduler.counts import Counts
 from kvgraft.integrations.vllm.scheduler.decisions import Decisions, lookup_of
@@ -75,6 +76,9 @@ class GraftScheduler:
         )
         self._rows = StepRows(config.rows_together(facts.max_num_batched_tokens))
         self._continuing = Continuing(facts)
+        self._coming = ComingTexts(
+            self.registry.catalogue.capacity_tokens, min_run=config.min_run, min_saved_tokens=config.min_saved_tokens
+        )
         ports = Ports(
             self._decisions, self._captures, self._grafts, self._rows, self._continuing, self._pending, self.counts
         )
@@ -131,6 +135,7 @@ class GraftScheduler:
         self, request: Request, known: VLLMRequest | None, cached_len: int, stored: StoredPrefix
     ) -> tuple[int | None, bool]:
         is_known = known is not None and known.answers(cached_len, request.num_tokens, stored)
+        is_known = is_known and not self._coming.has_come(request.request_id)
         if known is not None and known.attempt.is_admitted:  # vLLM looks before `commands` hears of the preemption
             self._attempts.preempt(known)
         if not self._continuing.is_found_rightly(request, cached_len):
@@ -144,8 +149,13 @@ class GraftScheduler:
             self._attempts.begin(request, cached_len, stored, self.refusal)
         state = self._attempts.running[request.request_id]
         waits = hit is HitState.OWED or (hit is HitState.SCHEDULED and state.claim is not None)
+        waits = waits or (self._may_wait(request, state) and self._coming.keep_waiting(state))
         state.is_promised = not waits and self._rows.have_room_for(state, self._attempts.running.values())
         return _promised(state) if state.is_promised else (None, False)
+
+    def _may_wait(self, request: Request, state: VLLMRequest) -> bool:
+        """Return whether a request may wait for text that others are computing; not one that begins again."""
+        return not self.refusal and state.attempt.earlier.report is None and self._decisions.may_go_on(request)
 
     def _finds_more(self, request: Request, cached_len: int, stored_len: int) -> bool:
         """Return whether a request was given hashes by which vLLM finds more than it and a store beside us have exactly.
@@ -183,6 +193,7 @@ class GraftScheduler:
             return
         if self._attempts.running.get(request.request_id) is state:  # not where the books had to begin anew
             self._attempts.admit(state, block_ids, num_tokens)
+            self._coming.add(state)
 
     def _note_blocks(self, request: Request, state: VLLMRequest | None) -> None:
         """Note which of a request's blocks this step is to fill."""
@@ -238,6 +249,7 @@ class GraftScheduler:
         self._rows.step_scheduled(rows)
         repairs = self._attempts.repairs_of(rows)
         captures = self._attempts.captures_of(rows)
+        self._coming.step_scheduled(rows)
         for graft in self._grafts.unsent:
             state = self._attempts.running.get(graft.request_id)
             if state is not None and not graft.asynchronous:
@@ -367,6 +379,7 @@ class GraftScheduler:
             return None
 
     def _finish(self, request: Request) -> dict[str, object] | None:
+        self._coming.end(request.request_id)
         state = self._attempts.running.get(request.request_id)
         if state is None:
             return None
@@ -409,6 +422,7 @@ class GraftScheduler:
 
     def _forget_everything(self, *, is_lost: bool = False) -> None:
         self._continuing.forget()
+        self._coming.clear()
         self.registry.forget_all()
         self._attempts.forget_donors(is_lost=is_lost)
 
