@@ -125,6 +125,7 @@ COVERED = HELPERS | {
     "engines/suite_engines.py",
     "engines/two_commits.py",
     "engines/burst_stalls.py",
+    "engines/one_text.py",
     "engines/vllm_burst.py",
     "engines/vllm_restart.py",
     "engines/vllm_ttft.py",
@@ -1007,6 +1008,24 @@ class TestEngines:
         ]
         found = script.summary(rows)
         assert (found["longest_times_off"], found["kvgraft"]["longest_ms"]) == (1.5, 60.0)
+
+    def test_requests_about_one_text_are_compared_with_off_of_the_same_round(self, load):
+        script = load("engines/one_text.py")
+        rows = [
+            {
+                "round": number,
+                "kind": kind,
+                "first_p50_s": seconds * number,
+                "first_p95_s": 1.5 * seconds * number,
+                "all_s": 2 * seconds * number,
+            }
+            for number in (1, 2, 3)
+            for kind, seconds in zip(script.KINDS, (8.0, 4.0, 2.0), strict=True)
+        ]
+        found = script.summary(rows)
+        assert [found[kind]["sooner_than_off"] for kind in script.KINDS] == [1, 2, 4]
+        assert (found["new"]["first_p50_s"], found["new"]["all_s"]) == (8, 16)
+        assert {found[kind]["p95_times_p50"] for kind in script.KINDS} == {1.5}
 
     def test_a_burst_is_compared_with_off_of_the_same_round(self, load):
         script = load("engines/vllm_burst.py")

@@ -83,6 +83,8 @@ def assert_nothing_is_left(engine):
     assert engine.graft.registry.reserved_tokens == 0
     assert not engine.workers.texts
     assert not engine.workers.unrepaired
+    assert not engine.graft._coming._coming
+    assert not engine.graft._coming._waits
     assert {donor.donor_id for donor in engine.graft.registry.catalogue} == engine.workers.donors.keys()
 
 

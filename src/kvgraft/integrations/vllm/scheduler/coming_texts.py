@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kvgraft.integrations.vllm.scheduler.requests import ScheduledRows, VLLMRequest
-    from kvgraft.types import DonorId, Match
+    from kvgraft.types import DonorId
 
 _LEAST_SHARE = 0.5
 """Of what a request would compute, that others are computing: less is not waited for."""
@@ -79,13 +79,15 @@ class ComingTexts:
 
     def _found(self, state: VLLMRequest) -> frozenset[str]:
         """Return the requests whose texts are worth waiting for."""
-        others = [other for request_id, other in self._coming.items() if request_id != state.request_id]
-        if not others or state.prompt.num_generated:
+        self._drop(state.request_id)  # it may have been preempted in this very step
+        if not self._coming or state.prompt.num_generated:
             return frozenset()
         prompt, plan = state.prompt, None if state.claim is None else state.claim.plan
         num_known = 0 if plan is None else plan.reused_len
         num_left = len(prompt.text) - state.prefix_len - num_known
-        matches = self._matches(state, others)
+        for other in self._coming.values():
+            self._index(other)
+        matches = self._catalogue.find(DonorQuery(prompt.namespace, prompt.text, prompt.prefix_len))
         num_more = sum(match.length for match in matches) - num_known
         if num_more < max(self._min_saved_tokens, _LEAST_SHARE * num_left):
             return frozenset()
@@ -93,11 +95,6 @@ class ComingTexts:
         awaited = frozenset(owners[match.donor_id] for match in matches)
         rows_left = sum(_num_left(self._coming[request_id]) for request_id in awaited)
         return awaited if rows_left <= _PATIENCE * (num_left + num_known) else frozenset()
-
-    def _matches(self, state: VLLMRequest, others: Iterable[VLLMRequest]) -> list[Match]:
-        for other in others:
-            self._index(other)
-        return self._catalogue.find(DonorQuery(state.prompt.namespace, state.prompt.text, state.prompt.prefix_len))
 
     def _index(self, state: VLLMRequest) -> None:
         text = state.held.prompt
