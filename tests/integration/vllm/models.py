@@ -55,7 +55,7 @@ def _gpt_oss() -> tf.PreTrainedModel:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     shape = {**_SHAPE, "head_dim": 32, "sliding_window": WINDOW, "layer_types": kinds, "rope_parameters": rope}
-    shape["tie_word_embeddings"] = False  # vLLM's model has a head of its own: left out, it is whatever lay in memory
+    shape["tie_word_embeddings"] = False  # vLLM's model has a head of its own: left out, it is uninitialised memory
     model = tf.GptOssForCausalLM(tf.GptOssConfig(**shape, **experts))
     with torch.no_grad():
         for name, weight in model.named_parameters():
