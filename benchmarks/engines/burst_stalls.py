@@ -110,9 +110,6 @@ def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], side: str,
     """Answer all prompts at once beside a stream."""
     engine = ENGINES[NAMES[args.engine]]
 
-    def ask(prompt: Sequence[int]) -> float:
-        return timed_events(args.port, engine.path, body_of(args.engine, prompt, side, 8), _SECONDS)[0][0]
-
     with (
         running(args.port, engine.path, body_of(args.engine, head, "off", 2_000)) as stream,
         ThreadPoolExecutor(len(prompts)) as pool,
@@ -120,7 +117,7 @@ def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], side: str,
         time.sleep(1.0)
         quiet = stream.gaps(0.0, time.perf_counter())
         started = time.perf_counter()
-        first = list(pool.map(ask, prompts))
+        first = list(pool.map(lambda prompt: first_token_s(args, prompt, side, 8), prompts))
         stop = time.perf_counter()
         gaps = stream.gaps(started, stop)
     if not quiet or not gaps:
@@ -131,6 +128,12 @@ def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], side: str,
         "burst_s": round(stop - started, 2),
         "median_first_token_s": round(statistics.median(first), 2),
     }
+
+
+def first_token_s(args: argparse.Namespace, prompt: Sequence[int], side: str, tokens: int) -> float:
+    """Ask for an answer of so many tokens, read all of it, and return the seconds to its first one."""
+    body = body_of(args.engine, prompt, side, tokens)
+    return timed_events(args.port, ENGINES[NAMES[args.engine]].path, body, _SECONDS)[0][0]
 
 
 def body_of(engine: str, token_ids: Sequence[int], side: str, tokens: int) -> Json:

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from burst_stalls import NAMES, body_of, server_of, words
-from suite_servers import ENGINES
-from vllm_server import Json, timed_events
+from burst_stalls import NAMES, first_token_s, server_of, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_server import Json
+
 KINDS = ("off", "new", "known")
-_SECONDS = 900.0
 _NUM_TOKENS = 4
 
 
@@ -65,14 +64,9 @@ def main() -> int:
 def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], kind: str) -> Json:
     """Ask all prompts at once."""
     side = "off" if kind == "off" else "kvgraft"
-
-    def ask(prompt: Sequence[int]) -> float:
-        body = body_of(args.engine, prompt, side, _NUM_TOKENS)
-        return timed_events(args.port, ENGINES[NAMES[args.engine]].path, body, _SECONDS)[0][0]
-
     started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        first = list(pool.map(ask, prompts))
+        first = list(pool.map(lambda prompt: first_token_s(args, prompt, side, _NUM_TOKENS), prompts))
     seconds = time.perf_counter() - started
     middle, late = np.percentile(first, [50, 95]).tolist()
     return {"first_p50_s": round(middle, 3), "first_p95_s": round(late, 3), "all_s": round(seconds, 3)}

@@ -229,14 +229,12 @@ class Attempt:
             commands = (*errors, *self._outcome_taken())
             self.earlier, self._phase = earlier, AttemptPhase.OVER if self._has_ended else self._phase
             return commands
+        recount = Recount(claim.num_tokens, claim.num_tokens if outcome.fell_back else claim.num_gap_tokens)
+        commands = (*errors, Unpin(), recount, Keep(not outcome.failed), *self._outcome_taken())
         if outcome.fell_back:
-            recount = Recount(claim.num_tokens, claim.num_tokens)
-            commands = (*errors, Unpin(), recount, Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.withdraw(claim.plan.prefix_len)
             self.graft, self.repair, self._is_due, phase = miss, None, False, AttemptPhase.SETTLED
         else:
-            recount = Recount(claim.num_tokens, claim.num_gap_tokens)
-            commands = (*errors, Unpin(), recount, Keep(not outcome.failed), *self._outcome_taken())
             self.lineage.recompute(outcome.recomputed_runs)
             phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
             phase = AttemptPhase.REPAIRING if self._phase is AttemptPhase.REPAIRING else phase

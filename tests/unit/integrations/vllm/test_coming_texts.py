@@ -16,12 +16,17 @@ def about(number, text=NEW, *, head=20, tail=10, mode="graft"):
     return Request(f"r{number}", tokens, {"kvgraft": mode}, 3)
 
 
-@pytest.fixture
-def engine():
-    engine = Engine(make_graft("sync"))
+def reporting(load):
+    """An engine that keeps what clients are sent."""
+    engine = Engine(make_graft(load))
     engine.reports, finish = {}, engine.graft.finish
     engine.graft.finish = lambda request: engine.reports.setdefault(request.request_id, finish(request))
     return engine
+
+
+@pytest.fixture
+def engine():
+    return reporting("sync")
 
 
 def step(engine):
@@ -38,9 +43,7 @@ def shifted(engine):
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_the_first_of_many_computes_and_the_others_copy(load):
-    engine = Engine(make_graft(load))
-    reports, finish = {}, engine.graft.finish
-    engine.graft.finish = lambda request: reports.setdefault(request.request_id, finish(request))
+    engine = reporting(load)
     for number in range(5):
         engine.add(about(number))
     for _ in range(4):  # 170 tokens
@@ -50,7 +53,7 @@ def test_the_first_of_many_computes_and_the_others_copy(load):
         step(engine)
     assert admitted(engine) == {"r0", "r1", "r2", "r3", "r4"}
     assert_nothing_is_left(engine)
-    assert [reports[f"r{n}"]["kvgraft"]["shifted_tokens"] for n in range(5)] == [0, *[len(NEW)] * 4]
+    assert [shifted(engine)[f"r{n}"] for n in range(5)] == [0, *[len(NEW)] * 4]
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,7 @@ def _homes(command: Graft, rank: RankModel, max_rows: int, end: int) -> list[Gro
     return homes
 
 
-def _scope(homes: Sequence[GroupKV], most_runs: int | None, *, end: int | None) -> Scope:
+def _scope(homes: Sequence[GroupKV], most_runs: int | None, *, end: int) -> Scope:
     longest = [home.longest_piece for home in homes if home.longest_piece is not None]
     if most_runs is not None:  # what is corrected is computed in one piece, at worst every other token of it
         longest.append(2 * most_runs)
