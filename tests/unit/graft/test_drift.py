@@ -13,7 +13,7 @@ from kvgraft.graft import drift_plan
 from kvgraft.graft.drift import CORRECTIONS, DriftCorrection, KeyFrame, drift_correction
 from kvgraft.graft.drift_estimate import KernelRidge, MeanShift, ReusedKV
 from kvgraft.graft.drift_layout import DriftRun, Groups, RunLayout, _alike
-from kvgraft.graft.drift_plan import DriftPlan
+from kvgraft.graft.drift_plan import MAX_RUN_ROWS, DriftPlan
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
 from kvgraft.graft.select import FirstK, SelectionContext
 
@@ -339,7 +339,7 @@ def test_corrections_have_names():
 @st.composite
 def passes(draw):
     """Runs behind an exact prefix with gaps between them, rows of a pass, and a sample among these."""
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    lengths = draw(st.lists(st.integers(1, MAX_RUN_ROWS), min_size=1, max_size=5))  # none is cut for its rows
     gaps = draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)))
     prefix_len, position, reused, distance = 3, 3, [], []
     for length, gap in zip(lengths, gaps, strict=True):
