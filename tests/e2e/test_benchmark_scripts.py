@@ -86,6 +86,7 @@ COVERED = HELPERS | {
     "record.py",
     "repeated_text.py",
     "routing.py",
+    "first_tokens.py",
     "run_rows.py",
     "risk_streams.py",
     "soak.py",
@@ -252,6 +253,19 @@ def test_rows_of_one_run_are_compared(load, run, tmp_path):
     assert row["128"]["recomputed_tokens"] == row["32"]["recomputed_tokens"] > 64
     assert row["128"]["mean_kl"] != row["32"]["mean_kl"]
     assert found["summary"]["128"]["mean_kl"]["times_first"] == 1.0
+
+
+def test_first_tokens_are_counted_by_how_sure_they_are(load, run):
+    script = load("first_tokens.py")
+    code, out = run(script, "--model", "graft-tiny", "--limit", 4, "--max-prompt-tokens", 600)
+    found = json.loads(out)
+    assert code == 0
+    assert found["summary"]["all"]["n"] == len(found["rows"]) > 0
+    assert all(row["kl_after"] != row["kl_before"] for row in found["rows"])
+    by_margin = found["summary"]["builtin"]["by_margin"]
+    assert [row["wait"] for row in by_margin] == sorted(row["wait"] for row in by_margin)
+    assert (by_margin[0]["wait"], by_margin[-1]["wait"]) == (0.0, 1.0)
+    assert by_margin[-1]["flips"] == found["summary"]["builtin"]["flips_before"]
 
 
 def test_a_repeated_text_is_compared_with_one_that_is_said_once(load, run):

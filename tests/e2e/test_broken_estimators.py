@@ -60,7 +60,7 @@ class Broken(DriftEstimator):
 
 def engine_and_prompt(family, repair):
     """An engine, a document it has read, a prompt that grafts it, and full prefill's answer."""
-    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair)
+    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair, repair_below_margin=0)
     engine, rng = Engine(adopt_model(family, tiny_model(family), None), config), np.random.default_rng(6)
     document = rng.integers(3, VOCABULARY, 150)
     prompt = np.concatenate([rng.integers(3, VOCABULARY, 20), document, rng.integers(3, VOCABULARY, 30)])

@@ -110,7 +110,7 @@ LATER = [
 
 
 def make_engine(family="llama", repair="before"):
-    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair, **SMALL)
+    config = EngineConfig(num_slots=1_500, max_rows=40, repair=repair, repair_below_margin=0, **SMALL)
     return Engine(adopt_model(family, tiny_model(family), None), config)
 
 

@@ -130,7 +130,18 @@ def test_bench_ttft_asks_for_as_many_tokens_as_it_is_told(capsys, model_dir, mon
         return answers[-1]
 
     monkeypatch.setattr("kvgraft.bench.ttft.timed_answer", noted)
-    options = ("--num-slots", "3000", "--lengths", "300", "--shift", "50", "--repeat", "1")
+    options = (
+        "--num-slots",
+        "3000",
+        "--lengths",
+        "300",
+        "--shift",
+        "50",
+        "--repeat",
+        "1",
+        "--repair-below-margin",
+        "0",
+    )
     for tokens in ("1", "3"):
         assert run(capsys, "bench", "ttft", "--model", model_dir, *options, "--tokens", tokens)[0] == 0
     repairs = [answer.report.repair for answer in answers]

@@ -89,7 +89,7 @@ def test_a_repair_after_the_first_token_shows_from_the_second_on_and_rows_until_
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_that_a_repair_reads_are_there_beside_the_first_token(family, rng):
-    llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=1_400)
+    llm = LLM(adopt_model(family, tiny_model(family), None), num_slots=1_400, repair_below_margin=0)
     document = rng.integers(3, VOCABULARY, 100)
     llm.generate(document, SamplingParams(1))
     asked = np.concatenate([rng.integers(3, VOCABULARY, 8), document, rng.integers(3, VOCABULARY, 9)])

@@ -28,7 +28,7 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import UNCALIBRATED, MissReason, RepairTime, ReuseMode, RiskStatus
 
 ANSWER = SamplingParams(4, ignore_eos=True)
-SETTINGS = {"num_slots": 4_000, "selection": "query_seam"}
+SETTINGS = {"num_slots": 4_000, "selection": "query_seam", "repair_below_margin": 0}
 PATIENCE_S = 120.0
 
 

@@ -676,7 +676,7 @@ def test_a_graft_that_waits_for_its_repair_no_more_after_a_loss_keeps_its_window
     for document in documents:
         ask(first, document)
     assert first.sync_stores(WAIT_S)
-    llm = engines("gemma2", repair="after", repair_rows=0, selection="first_k")
+    llm = engines("gemma2", repair="after", repair_below_margin=0, repair_rows=0, selection="first_k")
     assert llm.sync_stores(WAIT_S)
     objects = stores.inner["one"].objects
     for space, key in list(objects):

@@ -21,6 +21,8 @@ from kvgraft.engine.sampling.grammar_state import GrammarState
 from kvgraft.engine.sampling.grammars import Grammars
 from kvgraft.errors import ConfigError, StructureError
 from kvgraft.observability import NullRecorder
+from kvgraft.reuse.repair_time import CONSTRAINED
+from kvgraft.types import RepairTime
 
 SCHEMA = SCHEMAS["numbers"]
 SPEC = StructureSpec.json_schema(SCHEMA)
@@ -228,3 +230,21 @@ def test_without_the_extra_it_says_what_to_install(engine, monkeypatch):
     monkeypatch.setattr(engine.builder, "_grammars", Grammars(engine.loaded, engine.eos_token_ids))
     with pytest.raises(ConfigError, match=r"pip install 'kvgraft\[structured\]'"):
         engine.builder.build(words(5, 0), RequestOptions(SamplingParams(structure=SPEC)))
+
+
+@pytest.mark.parametrize(
+    ("structure", "waits"),
+    [
+        (StructureSpec.choice(["yes", "no"]), True),
+        (StructureSpec.regex("(yes|no)"), True),
+        (StructureSpec.grammar('start: "yes" | "no"'), True),
+        (StructureSpec.json_object(), False),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_a_first_token_that_decides_waits_for_the_repair(structure, waits):
+    llm = LLM("graft-tiny", num_slots=2_000, heal="off", repair_below_margin=0)
+    document = "".join(f"{each * 7919 % 1013} is kept in hall {each * 31 % 17}.\n" for each in range(30))
+    llm.generate(document, SamplingParams(1))
+    repair = llm.generate("Read. " + document + "Is it?", SamplingParams(4, structure=structure))[0].report.repair
+    assert (repair.time, repair.reason) == ((RepairTime.BEFORE, CONSTRAINED) if waits else (RepairTime.AFTER, ""))

@@ -139,8 +139,10 @@ class Port:
             return  # it could not be cancelled, and nobody waits for it
         if what != "copy":
             outcome = GraftOutcome((), 0.0, 0.0, "void", failed=True, is_gone=what == "gone")
-        elif kind == "made":
+        elif kind == "made" or (kind == "waited" and not claim.repairs_after):
             outcome = GraftOutcome((), 1.0, 1.0)
+        elif kind == "waited":  # the repair was made with the copy
+            outcome = GraftOutcome((), 1.0, 1.0, waited="unsure")
         else:
             is_gone, failed = kind == "gone", kind != "fell back"
             outcome = GraftOutcome((), 1.0, 1.0, kind, failed=failed, is_gone=is_gone)
@@ -176,7 +178,7 @@ class Port:
                 self.kv += [Truth(span.generation + 1, self.claim_epoch)] * span.length
         self._compute(claim.end)
         is_kept = claim.repairs_after and self.epoch == self.claim_epoch and not self.is_cancelled
-        if not outcome.fell_back and is_kept:
+        if not outcome.fell_back and not outcome.waited and is_kept:
             self.unrepaired = None if self.repairing is claim else claim
 
     def _compute(self, stop):

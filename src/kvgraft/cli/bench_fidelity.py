@@ -35,8 +35,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="error of reuse against full prefill",
         description="Measure requests of every suite under every setting against the model's own full prefill of the same "
         "prompt. A suite is 'builtin', the name of a pack in --data (rag, xinstr, lines, tools, adversarial, ...) or its "
-        "path. A policy is NAME[:RATIO][+CORRECTION][@TIME[:ROWS]], or 'default', the engine's; TIME is before or after. "
-        "docs/fidelity.md says what figures mean.",
+        "path. A policy is NAME[:RATIO][+CORRECTION][@TIME[~MARGIN][:ROWS]], or 'default', the engine's; TIME is before or "
+        "after. docs/fidelity.md says what figures mean.",
     )
     add = parser.add_argument
     add("suites", nargs="+", metavar="SUITE", help="what is asked")

@@ -51,13 +51,6 @@ class EngineConfig(ReuseSettings):
         "proposes donors that the index may have lost: none, minhash, tfidf, minilm, minilm:DIRECTORY or a registered one",
         REUSE,
     )
-    repair_below_margin: float = setting(
-        0.0,
-        "with repair=after, a first token whose probability exceeds the next one's by less waits for the repair; 0 for none",
-        REUSE,
-        low=0,
-        high=1,
-    )
     # 0 until a GPU has been measured: on a processor rows cost, and each one that is computed takes back what reuse saved.
     repair_rows: int = setting(
         0,

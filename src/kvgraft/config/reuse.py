@@ -52,6 +52,13 @@ class ReuseSettings(Settings):
         REUSE,
         choices=("before", "after"),
     )
+    repair_below_margin: float = setting(
+        0.25,
+        "with repair=after, a first token whose probability exceeds the next one's by less waits for the repair; 0 for none",
+        REUSE,
+        low=0,
+        high=1,
+    )
     first_k: int = setting(16, "tokens per run that first_k computes again", REUSE, low=1)
     # As low as a donor can be found: every run of 32 tokens is, of shorter ones some (docs/donors.md). No measurement speaks
     # for missing those; the planner drops what costs more to copy than to compute.

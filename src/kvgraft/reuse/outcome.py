@@ -22,6 +22,7 @@ class GraftOutcome:
         is_store_miss: It failed because a store did not give what was to be read from it, or not in time.
         is_policy_error: It failed, or fell back, because the selection policy did.
         is_gone: It failed because what was to be worked on had been forgotten, which is no error.
+        waited: Why its repair was made at once, though it was to come with the second token; empty where it was not.
     """
 
     recomputed_runs: tuple[tuple[int, int], ...]
@@ -34,6 +35,7 @@ class GraftOutcome:
     is_store_miss: bool = False
     is_policy_error: bool = False
     is_gone: bool = False
+    waited: str = ""
 
     @property
     def is_error(self) -> bool:
@@ -62,4 +64,5 @@ class GraftOutcome:
             self.is_store_miss or other.is_store_miss,
             self.is_policy_error or other.is_policy_error,
             self.is_gone or other.is_gone,
+            self.waited or other.waited,
         )

@@ -309,6 +309,30 @@ def test_load_changes_nothing(answers):
         assert report_of(got)["repair"] == report_of(alone)["repair"]
 
 
+@pytest.mark.parametrize("options", [{}, {"--disable-overlap-schedule": None}], ids=["overlap", "no overlap"])
+def test_an_unsure_first_token_is_drawn_from_what_is_repaired(model_dir, answers, options):
+    """Here all are unsure: every answer is that of a repair before the first token, beside others too."""
+    prompts, tenants = Prompts(), ["0", "1"]
+    settings = {"KVGRAFT_MAX_GENERATION": "0", "KVGRAFT_RECOMPUTE_RATIO": str(RATIO), "KVGRAFT_SELECTION": "query_seam"}
+    settings |= {"KVGRAFT_REPAIR_BELOW_MARGIN": "1"}
+    with SGLangServer(model_dir("llama"), {"--chunked-prefill-size": 128, **options}, settings) as server:
+        known_to(server, prompts, *tenants)
+        asked = [body(prompt, 8, tenant) for tenant in tenants for prompt in prompts.asked]
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda each: server.post("/generate", each), asked))
+        server.settle()
+        assert server.is_healthy(), server.log()[-3000:]
+        assert "failed; it goes on without" not in server.log()
+    for index, one in enumerate(got):
+        other = answers["before"][index % len(prompts.asked)]
+        assert near(one, other, 0, 8)
+        repair = report_of(one)["repair"]
+        assert (repair["time"], repair["from_token"]) == ("before", 1)
+        assert repair["reason"].startswith("the first token was likelier than the next one by 0.")
+        for name in ("recomputed_runs", "corrected_tokens"):
+            assert report_of(one)[name] == report_of(other)[name]
+
+
 def test_retraction_changes_nothing(model_dir, answers):
     """An answer is a function of prompt, donors and settings: SGLang retracts every third step here."""
     prompts, tenants = Prompts(), ["0", "1", "2"]

@@ -101,7 +101,7 @@ def answered(llm, *, twice):
 
 
 def test_the_first_token_waits_for_a_larger_repair():
-    llm = LLM("graft-tiny", num_slots=2000, heal="off")
+    llm = LLM("graft-tiny", num_slots=2000, heal="off", repair_below_margin=0)
     once, twice = (answered(llm, twice=each) for each in (False, True))
     assert once.repair.time is RepairTime.AFTER
     assert (twice.repair.time, twice.repair.reason) == (RepairTime.BEFORE, REPEATS)

@@ -13,7 +13,7 @@ from kvgraft.errors import CorruptCacheError
 from kvgraft.reuse.attempt import AskedPrompt, Attempt, AttemptPhase, commands, events
 from kvgraft.reuse.lineage import Lineage
 from kvgraft.reuse.outcome import GraftOutcome
-from kvgraft.types import Fidelity, RepairTime
+from kvgraft.types import Fidelity, RepairReport, RepairTime
 
 PREFIXES = (0, 4, SPANS[0][0])
 FAILS = st.one_of(st.none(), st.none(), st.integers(-1, 5))
@@ -82,7 +82,7 @@ class AttemptMachine(RuleBasedStateMachine):
             self.port.check()
 
     @precondition(lambda self: self.port.job is not None)
-    @rule(fails=FAILS, kind=st.sampled_from(["made", "fell back", "failed", "gone"]))
+    @rule(fails=FAILS, kind=st.sampled_from(["made", "waited", "fell back", "failed", "gone"]))
     def copy_ends(self, fails, kind):
         self.port.copied(kind, fails_at=fails)
 
@@ -167,6 +167,19 @@ def test_no_graft_that_fell_back_is_repaired_though_its_outcome_could_not_be_tak
     assert port.attempt.phase is AttemptPhase.SETTLED
 
 
+def test_a_repair_that_was_made_with_the_copy_is_reported_so_and_not_made_again():
+    port = Port()
+    port.look_up(make_claim(prefix_len=0, asynchronous=False, repair=RepairTime.AFTER), 0)
+    port.admit(END)
+    port.copied("waited")
+    assert port.attempt.repair == RepairReport(RepairTime.BEFORE, "unsure", from_token=1)
+    assert not port.attempt.owes_repair
+    port.step()
+    port.step()
+    port.check()
+    assert port.repairing is None
+
+
 def test_a_repair_that_ran_ahead_of_such_an_outcome_is_no_second_failure():
     port = Port()
     port.look_up(make_claim(prefix_len=0, asynchronous=False, repair=RepairTime.AFTER), 0)
@@ -232,6 +245,11 @@ def _still_due(attempt, before):
         attempt._phase, attempt._is_due, attempt.graft = AttemptPhase.UNREPAIRED, True, before["graft"]
 
 
+def _due_again(attempt, before):
+    if attempt.outcome is not None and attempt.outcome.waited and before["_is_due"]:
+        attempt._phase, attempt._is_due = AttemptPhase.UNREPAIRED, True
+
+
 def _keep_waiting(attempt, before):
     if before["_phase"] is AttemptPhase.COPYING:
         attempt._phase, attempt.outcome = AttemptPhase.COPYING, None
@@ -267,6 +285,7 @@ TAKEN_BACK = {
     "6b93ac2 a repair that failed is not counted": (_without(commands.Count, events.Repaired), "counts"),
     "05d6c29 a token is drawn before its repair": (_without(commands.RepairNow, events.Ran), "repair"),
     "2228715 a graft that failed is repaired": (_after(events.Copied, _still_due), "repair"),
+    "what was repaired before the first token is repaired again": (_after(events.Copied, _due_again), "repair"),
     "7e0af5e gaps of a graft that failed stay open": (_without(commands.Keep, events.Copied), "texts"),
     "64b328c donors stay pinned after their copy": (_without(commands.Unpin, events.Copied), "pins"),
     "64b328c donors stay pinned where there is no room": (_without(commands.Unpin, events.Admitted), "pins"),

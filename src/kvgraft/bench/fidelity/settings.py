@@ -1,7 +1,8 @@
 """Settings to compare: policies with their budget, correction and time of repair, as the command line names them.
 
 NAME[:RATIO][+CORRECTION]      query_seam, query_seam:0.1, query_seam:0.1+drift, first_k:32 (tokens per run), none, default
-  ...[@TIME[:ROWS]]            query_seam:0.1+drift@after, query_seam:0.1+drift@after:16 (rows per decode step)
+  ...[@TIME[~MARGIN][:ROWS]]   query_seam:0.1+drift@after, @after~0.25 (first tokens below that margin wait),
+                               @after:16 (rows per decode step)
 
 A policy without a time repairs before the first token, `default` when the engine does.
 
@@ -72,7 +73,8 @@ class Setting:
     def _when(self) -> str:
         if self.repair.time is RepairTime.BEFORE:
             return ""
-        return f"@{self.repair.time}" + (f":{self.repair.rows_per_step}" if self.heals else "")
+        margin = f"~{self.repair.below_margin:g}" if self.repair.below_margin else ""
+        return f"@{self.repair.time}" + margin + (f":{self.repair.rows_per_step}" if self.heals else "")
 
 
 def parse_settings(specs: Sequence[str], budgets: Sequence[float], default: Setting) -> list[Setting]:
@@ -108,13 +110,17 @@ def _parse(spec: str, budgets: Sequence[float], default: Setting) -> list[Settin
 
 
 def _rules(when: str, spec: str) -> RepairRules:
-    """Return the rules that `TIME[:ROWS]` names."""
-    time, colon, rows = when.partition(":")
+    """Return the rules that `TIME[~MARGIN][:ROWS]` names."""
+    named, colon, rows = when.partition(":")
+    time, tilde, margin = named.partition("~")
     if time not in set(RepairTime):
         raise ConfigError(f"unknown time {time!r} in {spec!r}; choose {', '.join(RepairTime)}, after the sign @")
-    if colon and time != RepairTime.AFTER:
-        raise ConfigError(f"{spec!r} names rows per decode step, and these follow a repair {RepairTime.AFTER} only")
-    return RepairRules(RepairTime(time), rows_per_step=_count(rows, spec, "rows") if colon else 0)
+    if (colon or tilde) and time != RepairTime.AFTER:
+        raise ConfigError(
+            f"{spec!r} names a margin, or rows per decode step: these go with a repair {RepairTime.AFTER} only"
+        )
+    below_margin = _ratio(margin, spec) if tilde else 0.0
+    return RepairRules(RepairTime(time), below_margin, _count(rows, spec, "rows") if colon else 0)
 
 
 def _chosen(chosen: str, spec: str, budgets: Sequence[float]) -> list[Setting]:
@@ -124,7 +130,8 @@ def _chosen(chosen: str, spec: str, budgets: Sequence[float]) -> list[Setting]:
     kind = POLICIES.get(name)
     if kind is None:
         raise ConfigError(
-            f"unknown policy {name!r}; choose {', '.join((DEFAULT, *POLICIES))}, as NAME[:RATIO][+CORRECTION][@TIME[:ROWS]]"
+            f"unknown policy {name!r}; choose {', '.join((DEFAULT, *POLICIES))}, as "
+            "NAME[:RATIO][+CORRECTION][@TIME[~MARGIN][:ROWS]]"
         )
     correction = correction if plus else NO_CORRECTION
     if correction not in CORRECTIONS:

@@ -11,6 +11,7 @@ import torch
 
 from kvgraft.engine.schedule.answer_report import AnswerReport
 from kvgraft.errors import CapacityError, PolicyError
+from kvgraft.graft.first_token import reason_if_unsure
 from kvgraft.graft.model import SequenceRows
 from kvgraft.types import ReuseMode
 
@@ -205,7 +206,7 @@ def _prefill(
     report, logits = AnswerReport(manager.flops), outcome.logits
     report.prefilled(kv, outcome)
     if outcome.repair is not None:
-        reason = kv.request.repair.reason_to_wait(logits)
+        reason = reason_if_unsure(logits, kv.request.repair.below_margin)
         kv.is_answered = not reason
         if reason:
             report.waits(reason)

@@ -169,7 +169,8 @@ class Planner:
             return Decision.to_compute(plan.num_tokens, plan.prefix_len, miss, risk=risk)
         matches, donors, tiers = zip(*spans, strict=True)
         served_plan = GraftPlan.over(plan.num_tokens, plan.prefix_len, matches)
-        waits = waits or (request.repairs_after and says_much_twice(request.token_ids, served_plan.shifted))
+        if request.repairs_after:
+            waits = waits or request.is_constrained or says_much_twice(request.token_ids, served_plan.shifted)
         return Decision(served_plan, None, donors, tiers, policy, request.correction, risk, sampled, waits)
 
     def _costs(self, request: Request) -> CostModel | Miss:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvgraft.graft.select import says_much_twice
-from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS
+from kvgraft.reuse.repair_time import CONSTRAINED, ONE_TOKEN, REPEATS
 from kvgraft.reuse.report import request_report
 from kvgraft.types import RepairReport, RepairTime
 
@@ -73,6 +73,8 @@ def _reason_to_wait(kv: RequestKV) -> str:
         return ONE_TOKEN
     if not kv.decision.waits:
         return ""
+    if request.is_constrained:
+        return CONSTRAINED
     if says_much_twice(request.token_ids, kv.plan.shifted):
         return REPEATS
     return "the risk that is held leaves no first token unrepaired"

@@ -11,7 +11,6 @@ from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from kvgraft.config import EngineConfig
     from kvgraft.reuse.lineage import Lineage
@@ -35,15 +34,6 @@ class RepairRules:
     def configured(cls, config: EngineConfig) -> RepairRules:
         """Return the rules of the settings."""
         return cls(RepairTime(config.repair), config.repair_below_margin, config.repair_rows)
-
-    def reason_to_wait(self, logits: Tensor) -> str:
-        """Return why the first token should wait for the repair, empty if it may be drawn from `logits` (vocab_size,)."""
-        if not self.below_margin:
-            return ""
-        first, second = logits.softmax(-1).topk(2).values.tolist()
-        if first - second >= self.below_margin:
-            return ""
-        return f"the first token was likelier than the next one by {first - second:.3f} only"
 
     def exact_rows(self, lineage: Lineage, position: int) -> NDArray[np.int64]:
         """Return the positions before the decode row at `position` that its step computes once more, in causal order.

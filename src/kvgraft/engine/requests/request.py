@@ -96,6 +96,12 @@ class Request:
     documents: tuple[NamedPart, ...] = ()
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the first token decides what the answer can be; JSON begins alike in any case."""
+        asked = self.sampling.structure
+        return asked is not None and asked.kind in ("choice", "grammar", "regex")
+
+    @property
     def repairs_after(self) -> bool:
         """Whether its first token may be drawn before the policy's choice is computed."""
         return (

@@ -14,6 +14,7 @@ from kvgraft.engine.requests.request import FinishReason, PromptFacts, Request, 
 from kvgraft.engine.schedule.answer_report import AnswerReport
 from kvgraft.engine.schedule.drafts import DraftLog, Drafts
 from kvgraft.engine.schedule.prompt_logprobs import ScoredPrefill, scored
+from kvgraft.graft.first_token import reason_if_unsure
 from kvgraft.graft.model import SequenceOutput, SequenceRows
 from kvgraft.graft.repair import Repair
 from kvgraft.reuse.continuation import may_go_on
@@ -331,7 +332,7 @@ class ActiveRequest:
         if self.output_ids:  # preempted after the first token
             self.kv.is_answered = True
             return []
-        reason = self.request.repair.reason_to_wait(logits)
+        reason = reason_if_unsure(logits, self.request.repair.below_margin)
         if not reason:
             self.kv.is_answered = True
             return [self._drawn(logits)]

@@ -195,7 +195,7 @@ def _request_reuse(
     fingerprint: str,
 ) -> RequestReuse:
     substitutes = _substitutes(ctx, config, loader.tree, books.continuations.page_size)
-    repairs = Repairs(books, passes, refused_recomputation(ctx) or "")
+    repairs = Repairs(books, passes, refused_recomputation(ctx) or "", below_margin=config.repair_below_margin)
     publishing = Publishing(books, repairs, substitutes)
     promises = Promises(
         books=books,
@@ -250,7 +250,7 @@ def _recomputer(ctx: Any, config: SGLangConfig, buffers: KVBuffers, ranks: Ranks
     if isinstance(policy, NoRecompute) or refused_recomputation(ctx) is not None:
         return None
     return Recomputer(
-        SGLangRows(ctx.tp_worker.model_runner.model.model, buffers.device),
+        SGLangRows(ctx.tp_worker.model_runner.model, buffers.device),
         buffers,
         policy,
         drift_correction(config.correction),

@@ -36,6 +36,7 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self.donor_events: DonorEvents | None = None
         self._freed_by_eviction: list[Tensor] = []
         self._req_of_row: dict[int, Any] = {}
+        self._batch: list[Any] = []
         super().__init__(params)
 
     def attach(self, reuse: RequestReuse) -> None:
@@ -133,8 +134,23 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             return []
         return self.reuse.repairs.due(batch.reqs if batch.forward_mode.is_decode() else batch.decoding_reqs or ())
 
+    def before_drawing(self, logits: Tensor | None, seq_lens: Tensor) -> None:
+        """Repair requests of the batch that was begun last whose first token, drawn next, is not sure.
+
+        Args:
+            logits: (num_requests, vocab_size), changed in place; None where nothing is drawn.
+            seq_lens: (num_requests,), their computed tokens.
+        """
+        if self.reuse is None or logits is None or not len(logits) == len(seq_lens) == len(self._batch):
+            return
+        for number, req in enumerate(self._batch):
+            if req in self.reuse.repairs.waiting:
+                row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+                self.reuse.repairs.before_first(req, row, int(seq_lens[number]), logits[number])
+
     def repair(self, batch: Any) -> None:  # noqa: ANN401
-        """Compute what policies have chosen of the prompts of those requests into their rows."""
+        """Compute what policies have chosen of the prompts of those requests into their rows, and begin the batch."""
+        self._batch = [] if batch is None else list(batch.reqs)
         for req in self.repairs_due(batch):
             assert self.reuse is not None
             self.reuse.repairs.repair(req, self.req_to_token_pool.req_to_token[req.kv.req_pool_idx])

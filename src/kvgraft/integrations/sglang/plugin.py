@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvgraft.config.sglang import BACKEND
 from kvgraft.errors import IntegrationError
@@ -66,7 +67,19 @@ def _early_results(result: Any, scheduler: Any, batch: Any, last_batch: Any) -> 
 
 def _repair(scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
     if _grafts(scheduler):
+        _CACHES[scheduler.tp_worker.model_runner] = scheduler.tree_cache
         scheduler.tree_cache.repair(batch)
+
+
+def _before_drawing(runner: Any, logits_output: Any, forward_batch: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
+    """Have requests repaired whose first tokens are about to be drawn and are not sure."""
+    cache = _CACHES.get(runner)
+    if cache is not None:
+        cache.before_drawing(logits_output.next_token_logits, forward_batch.seq_lens)
+
+
+_CACHES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Grafting caches, by the model runner that draws tokens for their scheduler."""
 
 
 def _weights_change(updater: Any, *_: Any, **__: Any) -> None:  # noqa: ANN401
@@ -108,5 +121,6 @@ _CALLS = {
     "end_weight_update": _weights_have_changed,
     "on_idle": _idle,
     "run_batch": _repair,
+    "sample": _before_drawing,
 }
 """Hooks that are called before a method."""

@@ -34,6 +34,7 @@ _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer:SchedulerO
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _REGISTRY = "sglang.srt.mem_cache.registry"
 _CONTEXT = "sglang.srt.model_executor.forward_context"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _DECODERS = ("llama:LlamaModel", "mistral:MistralForCausalLM", "qwen2:Qwen2Model", "qwen3:Qwen3Model")
 """Decoders that passes of our own call; SGLang's Mistral is its Llama under another name."""
 
@@ -54,6 +55,7 @@ HOOKED = (
     "sglang.srt.managers.scheduler:Scheduler.on_idle",
     "sglang.srt.managers.scheduler:Scheduler.is_disable_overlap_for_batch",
     "sglang.srt.managers.scheduler:Scheduler.run_batch",
+    f"{_RUNNER}.sample",
     *(f"{_WEIGHTS}.{name}" for name in WEIGHT_CHANGES),
 )
 """Methods that get hooks. SGLang only logs a hook that it cannot apply."""
@@ -105,6 +107,10 @@ _RELIED = {
         "build_additional_customized_info": "self reqs",
         "should_build_additional_customized_info": "self",
     },
+    f"{_RUNNER}.": {"sample": "self logits_output forward_batch"},
+    "sglang.srt.layers.logits_processor:LogitsProcessor.": {
+        "forward": "self input_ids hidden_states lm_head logits_metadata"
+    },
     f"{_WEIGHTS}.": dict.fromkeys(WEIGHT_CHANGES, "self recv_req"),
     f"{_CONTEXT}:": {"forward_context": "ctx", "get_attn_backend": ""},
     "sglang.srt.models.": dict.fromkeys(
@@ -130,6 +136,8 @@ _FIELDS = {
     f"{_CONTEXT}:ForwardContext": "attn_backend",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch": "forward_mode batch_size input_ids req_pool_indices "
     "seq_lens out_cache_loc seq_lens_sum positions",
+    "sglang.srt.layers.logits_processor:LogitsMetadata": "forward_mode",
+    "sglang.srt.layers.logits_processor:LogitsProcessorOutput": "next_token_logits",
     "sglang.srt.managers.schedule_batch:ScheduleBatch": "reqs decoding_reqs forward_mode",
     "sglang.srt.managers.schedule_batch:ReqKvInfo": "req_pool_idx cache_protected_len kv_committed_len kv_allocated_len",
 }

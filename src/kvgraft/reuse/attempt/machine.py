@@ -38,14 +38,14 @@ from kvgraft.reuse.attempt.events import (
 from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.lineage import Lineage, reused_span
 from kvgraft.reuse.report import request_report, worst_report
-from kvgraft.types import Miss, MissReason, RepairTime
+from kvgraft.types import Miss, MissReason, RepairReport, RepairTime
 
 if TYPE_CHECKING:
     from kvgraft.reuse.attempt.commands import Command
     from kvgraft.reuse.attempt.events import Event
     from kvgraft.reuse.attempt.prompt import AskedPrompt
     from kvgraft.reuse.outcome import GraftOutcome
-    from kvgraft.types import GraftReport, RepairReport
+    from kvgraft.types import GraftReport
 
 _SECOND = 2
 """Number of the token that a repair after the first one comes with."""
@@ -238,6 +238,9 @@ class Attempt:
             self.lineage.recompute(outcome.recomputed_runs)
             phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED
             phase = AttemptPhase.REPAIRING if self._phase is AttemptPhase.REPAIRING else phase
+            if outcome.waited:
+                self.repair = RepairReport(RepairTime.BEFORE, outcome.waited, from_token=self.prompt.num_generated + 1)
+                self._is_due, phase = False, AttemptPhase.SETTLED
         self.earlier, self.outcome, self._phase = earlier, outcome, AttemptPhase.OVER if self._has_ended else phase
         return commands
 
@@ -365,7 +368,7 @@ class Attempt:
         commands = (Release(),)
         if isinstance(what, Copied) and self.is_copying:
             self.outcome = outcome
-            if outcome.fell_back:  # workers have nothing that could be repaired
+            if outcome.fell_back or outcome.waited:  # workers have nothing that could be repaired
                 self.repair, self._is_due, self._phase = None, False, AttemptPhase.SETTLED
             elif self._phase is AttemptPhase.COPYING:
                 self._phase = AttemptPhase.UNREPAIRED if self._is_due else AttemptPhase.SETTLED

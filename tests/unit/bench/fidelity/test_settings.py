@@ -63,6 +63,7 @@ def test_the_time_of_the_repair_stands_after_a_sign_and_before_is_not_written():
         "first_k:7+drift",
         "first_k:7+drift@after:64",
     ]
+    assert labels("none@after~0.25", "none@after~0.25:16") == ["none@after~0.25", "none@after~0.25:16"]
     assert labels("query_seam@after", budgets=(0.1, 0.25)) == ["query_seam:0.1@after", "query_seam:0.25@after"]
     (rows,) = parse_settings(["query_seam:0.1+drift@after:16"], [], DEFAULT)
     assert rows.repair == RepairRules(RepairTime.AFTER, rows_per_step=16)
@@ -91,7 +92,12 @@ def test_the_default_is_what_the_engine_does():
         ("none@later", "unknown time 'later' in 'none@later'; choose before, after"),
         ("none@", "unknown time ''"),
         ("none@after:", "'' in 'none@after:' is no number of rows"),
-        ("none@before:16", "rows per decode step, and these follow a repair after only"),
+        (
+            "none@before:16",
+            "'none@before:16' names a margin, or rows per decode step: these go with a repair after only",
+        ),
+        ("none@before~0.2", "these go with a repair after only"),
+        ("none@after~sure", "'sure' in 'none@after~sure' is no ratio"),
     ],
 )
 def test_wrong_ones_get_a_line(spec, words):

@@ -124,7 +124,7 @@ class FakeRequest:
     output_ids: array = field(default_factory=lambda: array("q"))
     cache_request_handle: SimpleNamespace = field(default_factory=SimpleNamespace)
     sampling_params: SimpleNamespace = field(
-        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=32)
+        default_factory=lambda: SimpleNamespace(custom_params=None, max_new_tokens=32, regex=None, ebnf=None)
     )
     to_finish: object = None
     finished_reason: object = None

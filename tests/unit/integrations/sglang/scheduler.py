@@ -273,7 +273,7 @@ class Scheduler:
     # What SGLang does
 
     def submit(self, tokens, tenant, rid, repair="after"):
-        sampling = SimpleNamespace(custom_params={"kvgraft_repair": repair}, max_new_tokens=1000)
+        sampling = SimpleNamespace(custom_params={"kvgraft_repair": repair}, max_new_tokens=1000, regex=None, ebnf=None)
         req = FakeRequest(rid, array("q", tokens), cache_salt=tenant or None, sampling_params=sampling)
         self.waiting.append(Running(req))
 

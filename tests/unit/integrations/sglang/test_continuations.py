@@ -37,7 +37,9 @@ class Session:
         return self.end(entry, answer)
 
     def begin(self, tokens, *, tenant="", mode="graft", repair="after", rid="request", **names):
-        sampling = SimpleNamespace(custom_params={"kvgraft": mode, "kvgraft_repair": repair}, max_new_tokens=1000)
+        sampling = SimpleNamespace(
+            custom_params={"kvgraft": mode, "kvgraft_repair": repair}, max_new_tokens=1000, regex=None, ebnf=None
+        )
         req = FakeRequest(rid, array("q", tokens), cache_salt=tenant or None, sampling_params=sampling, **names)
         entry = Running(req)
         self.scheduler.waiting.append(entry)

@@ -21,7 +21,7 @@ from kvgraft.integrations.sglang.plugin import _early_results
 from kvgraft.integrations.sglang.recompute.recomputer import Recomputer
 from kvgraft.integrations.sglang.recompute.slot_attention import Recomputation
 from kvgraft.integrations.sglang.requests.repairs import Repairs
-from kvgraft.reuse.repair_time import RepairPlan
+from kvgraft.reuse.repair_time import CONSTRAINED, RepairPlan
 from kvgraft.types import MissReason, RepairTime
 
 BEFORE, AFTER = RepairTime.BEFORE, RepairTime.AFTER
@@ -94,7 +94,7 @@ class Ask:
         self.world.publish("donor", document)
         self.world.reuse.repairs.passes.recomputer = self.made = NotedPasses(failure)
         self.world.planner._left_out = NoRecompute()  # heads of runs are copied, as a planner with passes has them
-        sampling = SimpleNamespace(custom_params=None, max_new_tokens=max_new_tokens)
+        sampling = SimpleNamespace(custom_params=None, max_new_tokens=max_new_tokens, regex=None, ebnf=None)
         self.req = FakeRequest("query", document[10:90] + make_tokens(20), sampling_params=sampling)
         self.row = torch.arange(500, 700, dtype=torch.int32)
 
@@ -153,6 +153,14 @@ def test_one_token_waits_for_its_repair_and_says_so(ask):
     asked = ask(max_new_tokens=1).prefill().draw()
     told = asked.told()["repair"]
     assert (told["time"], told["reason"], told["from_token"]) == ("before", "one token was asked for", 1)
+
+
+@pytest.mark.parametrize("rule", ["regex", "ebnf"])
+def test_a_constrained_answer_waits_for_its_repair_and_says_so(ask, rule):
+    asked = ask()
+    setattr(asked.req.sampling_params, rule, "yes|no")
+    told = asked.prefill().draw().told()["repair"]
+    assert (told["time"], told["reason"], told["from_token"]) == ("before", CONSTRAINED, 1)
 
 
 def test_wrong_time_reuses_nothing(ask):

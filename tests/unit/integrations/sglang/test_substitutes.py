@@ -59,7 +59,11 @@ def attach(world, provider, deadline_s=60.0):
 
 
 def asking(rid, tokens, mode="substitute"):
-    return FakeRequest(rid, tokens, sampling_params=SimpleNamespace(custom_params={"kvgraft": mode}, max_new_tokens=8))
+    return FakeRequest(
+        rid,
+        tokens,
+        sampling_params=SimpleNamespace(custom_params={"kvgraft": mode}, max_new_tokens=8, regex=None, ebnf=None),
+    )
 
 
 def test_a_stand_in_is_copied_and_called_substituted(make_world, make_tokens):

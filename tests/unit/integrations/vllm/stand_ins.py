@@ -51,6 +51,7 @@ class Request:
     cache_salt = None
     lora_request = None
     prompt_embeds = None
+    sampling_params = None
     mm_features: tuple = ()
     skip_reading_prefix_cache = False
     computed: int = 0

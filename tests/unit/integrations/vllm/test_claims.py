@@ -18,7 +18,7 @@ from kvgraft.integrations.vllm.scheduler.decisions import costs_of
 from kvgraft.reuse.claim import Claim
 from kvgraft.reuse.failures import miss_of
 from kvgraft.reuse.outcome import GraftOutcome
-from kvgraft.reuse.repair_time import RepairPlan
+from kvgraft.reuse.repair_time import CONSTRAINED, RepairPlan
 from kvgraft.types import Fidelity, GraftPlan, MissReason, Namespace, RepairTime
 
 NAMESPACE = Namespace("model")
@@ -51,8 +51,25 @@ def planned(policy, **options):
     return Claims(VLLMConfig(**options), facts, policy, catalogue, lambda _: "host"), plan, matches
 
 
-def time_of(claims, plan, time, *, max_tokens=9, generated=0):
-    return claims.repair_times.of(plan, PROMPT, time, max_tokens=max_tokens, num_generated=generated)
+def time_of(claims, plan, time, *, max_tokens=9, generated=0, **asked):
+    return claims.repair_times.of(plan, PROMPT, time, max_tokens=max_tokens, num_generated=generated, **asked)
+
+
+def test_a_constrained_answer_waits_for_its_repair():
+    claims, plan, _ = planned(QuerySeam(0.1))
+    assert time_of(claims, plan, RepairTime.AFTER, is_constrained=True) == RepairPlan(RepairTime.BEFORE, CONSTRAINED)
+    assert time_of(claims, plan, RepairTime.BEFORE, is_constrained=True) == RepairPlan(RepairTime.BEFORE)
+
+
+def test_rows_of_a_repair_that_may_come_at_once_count_with_those_of_the_graft():
+    found = []
+    for margin in (0.0, 0.25):
+        claims, plan, matches = planned(QuerySeam(0.1), repair_below_margin=margin)
+        claim = claims.of(plan, PROMPT, matches, repair=RepairPlan(RepairTime.AFTER))
+        found.append((claim.num_rows, claim.num_repair_rows))
+    (alone, repair), (both, again) = found
+    assert repair == again > 0
+    assert both == alone + repair
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from kvgraft.integrations.sglang.recompute.slot_attention import SlotAttention
 
@@ -24,21 +25,41 @@ class RowModel(Protocol):
             Exception: The first failure, in the model or in `attention`.
         """
 
+    def logits(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> Tensor:
+        """Compute rows as `run` does, and return the logits (vocab_size,) after the last one, the same on all ranks."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SGLangRows:
-    """`RowModel` on the decoder of SGLang's model runner.
+    """`RowModel` on the model of SGLang's model runner, whose `model` is the decoder.
 
     SGLang's layers ask its forward context which attention backend to call, and the context is there to be overridden for
     one forward pass. Nothing else of the batch is read by the layers of a dense decoder.
     """
 
-    decoder: Any
+    model: Any
     device: torch.device
 
-    @torch.inference_mode()
     def run(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> None:
         """See `RowModel`."""
+        self._hidden(token_ids, rows, attention)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> Tensor:
+        """See `RowModel`."""
+        from sglang.srt.layers.logits_processor import LogitsMetadata
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        hidden = self._hidden(token_ids, rows, attention)[-1:]
+        every_row = LogitsMetadata(forward_mode=ForwardMode.DECODE)
+        ids = torch.from_numpy(token_ids[-1:]).to(self.device)
+        found = self.model.logits_processor(ids, hidden, self.model.lm_head, every_row)
+        logits: Tensor = found.next_token_logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _hidden(self, token_ids: NDArray[np.int64], rows: NDArray[np.int64], attention: SlotAttention) -> Tensor:
+        """Return the decoder's output, (num_rows, width)."""
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -55,6 +76,7 @@ class SGLangRows:
             positions=positions,
         )
         with forward_context(ForwardContext(attn_backend=attention)):
-            self.decoder(ids, positions, batch)
+            hidden: Tensor = self.model.model(ids, positions, batch)
         if attention.failure is not None:
             raise attention.failure
+        return hidden

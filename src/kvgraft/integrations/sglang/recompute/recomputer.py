@@ -131,6 +131,17 @@ class Recomputer:
             mass = self._look(token_ids, kv, steps.query) if answer.observe_query else None
             return self._run(token_ids, kv, steps, partial(steps.repair, Observation(None, mass)))
 
+    def logits(self, token_ids: NDArray[np.int64], slots: Tensor) -> Tensor:
+        """Return the logits (vocab_size,) after a prompt in `slots`, whose last token is computed once more over the others.
+
+        Raises:
+            RuntimeError: The pass failed on this rank or on another.
+        """
+        with self.buffers.on_forward_stream():
+            kv, row = self.in_step(partial(PromptKV, self.buffers, slots), RuntimeError), np.array([len(token_ids) - 1])
+            attention = self.in_step(partial(Recomputation, kv, row, None), RuntimeError)
+            return self.in_step(partial(self.model.logits, token_ids[row], row, attention), RuntimeError)
+
     def _prepared(
         self,
         token_ids: NDArray[np.int64],

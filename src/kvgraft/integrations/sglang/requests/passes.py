@@ -53,6 +53,14 @@ class PolicyPasses:
         if self.recomputer is not None:
             self._compute(state, req, slots, self.recomputer, self.recomputer.repair)
 
+    def logits(self, state: SGLangRequest, req: Any, slots: Tensor) -> Tensor | None:  # noqa: ANN401
+        """Return the logits (vocab_size,) after a prompt in `slots` (int64) as it is now; None where no pass is made.
+
+        Raises:
+            RuntimeError: The pass failed, on this rank or on another.
+        """
+        return None if self.recomputer is None else self.recomputer.logits(_tokens(req, state.prompt.num_tokens), slots)
+
     def _compute(self, state: SGLangRequest, req: Any, slots: Tensor, recomputer: Recomputer, run: Run) -> None:  # noqa: ANN401
         if not state.has_shifted:
             return

@@ -153,8 +153,9 @@ class Promises:
 
     def _decide_together(self, state: SGLangRequest, req: Any, tokens: array[int]) -> None:  # noqa: ANN401
         mode, repair, wrong = self._asked(req)
-        num_left = req.sampling_params.max_new_tokens - state.num_drawn
-        state.planned(self.repairs.planned(repair, num_left, state.num_drawn))
+        sampling = req.sampling_params
+        num_left, is_constrained = sampling.max_new_tokens - state.num_drawn, bool(sampling.regex or sampling.ebnf)
+        state.planned(self.repairs.planned(repair, num_left, state.num_drawn, is_constrained=is_constrained))
         refused = self._refused(req) or (None if mode.grafts else Miss(MissReason.REUSE_OFF, wrong))
         if refused is not None:
             state.refused(refused)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 
+from kvgraft.graft.first_token import reason_if_unsure
 from kvgraft.graft.select import says_much_twice
 from kvgraft.integrations.sglang.requests.guard import guarded
-from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, planned_repair
-from kvgraft.types import Fidelity
+from kvgraft.reuse.repair_time import CONSTRAINED, ONE_TOKEN, REPEATS, RepairPlan, planned_repair
+from kvgraft.types import Fidelity, RepairTime
 
 if TYPE_CHECKING:
     from array import array
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from kvgraft.integrations.sglang.requests.books import Books
     from kvgraft.integrations.sglang.requests.passes import PolicyPasses
     from kvgraft.integrations.sglang.requests.request import SGLangRequest
-    from kvgraft.reuse.repair_time import RepairPlan
-    from kvgraft.types import RepairTime
 
 
 BEGUN = "its answer was begun before a retraction"
@@ -47,6 +47,7 @@ class Repairs:
     Attributes:
         passes: Compute it.
         refusal: Why this server makes no passes of its own after the first token; empty if it does.
+        below_margin: A first token whose probability exceeds the next one's by less waits for the repair; 0 for none.
         most_rows: See `MOST_ROWS`. A request whose repair alone takes more is repaired in a step of its own.
         waiting: Requests that are not repaired yet; the same on all ranks, which ask each other only where there are some.
     """
@@ -54,22 +55,27 @@ class Repairs:
     books: Books
     passes: PolicyPasses
     refusal: str = ""
+    below_margin: float = 0.0
     most_rows: int = MOST_ROWS
     waiting: WeakKeyDictionary[Any, SGLangRequest] = field(default_factory=WeakKeyDictionary, init=False)
 
     # When
 
-    def planned(self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0) -> RepairPlan:
+    def planned(
+        self, asked: RepairTime, num_tokens_left: int, num_drawn: int = 0, *, is_constrained: bool = False
+    ) -> RepairPlan:
         """Return when a request that `asked` for a time is repaired.
 
         Args:
             asked: By the request or the settings.
             num_tokens_left: Tokens that it may still generate.
             num_drawn: Tokens of its answer that were drawn before a retraction.
+            is_constrained: Whether the first token decides the answer (`CONSTRAINED`).
         """
 
         def reason_to_wait() -> str:
-            return self.refusal or (ONE_TOKEN if num_tokens_left <= 1 else "") or (BEGUN if num_drawn else "")
+            reasons = {ONE_TOKEN: num_tokens_left <= 1, BEGUN: num_drawn > 0, CONSTRAINED: is_constrained}
+            return self.refusal or next((reason for reason, holds in reasons.items() if holds), "")
 
         return planned_repair(asked, reason_to_wait)
 
@@ -130,6 +136,36 @@ class Repairs:
             self.passes.before(state, req, slots)
         elif self.passes.recomputer is not None and state.has_shifted:
             self.waiting[req] = state
+
+    def before_first(self, req: Any, row: Tensor, num_tokens: int, logits: Tensor) -> None:  # noqa: ANN401
+        """Repair a request whose first token is about to be drawn and is not sure; all ranks must ask alike.
+
+        Nothing is computed by these weights over K/V of others.
+
+        Args:
+            req: One that waits for its repair; ignored otherwise.
+            row: Its slots by position.
+            num_tokens: Of its prompt that are computed.
+            logits: (vocab_size,), after the last of them; those over the repaired K/V take their place.
+        """
+        state = self.waiting.get(req)
+        if not self.below_margin or state is None or self.books.is_stale or num_tokens < state.prompt.num_tokens:
+            return
+        ranks = self.books.ranks
+        try:
+            reason = ranks.together(partial(reason_if_unsure, logits, self.below_margin))
+            if reason and req.to_finish is None:
+                ranks.together(partial(self._repair_first, state, req, row, logits, reason))
+        except Exception as error:  # noqa: BLE001 - raised again where others cannot know
+            self._leave_as_copied("repair", req, error)
+
+    def _repair_first(self, state: SGLangRequest, req: Any, row: Tensor, logits: Tensor, reason: str) -> None:  # noqa: ANN401
+        state.planned(RepairPlan(RepairTime.BEFORE, reason))
+        self._repair(req, row)
+        found = self.passes.logits(state, req, row[: state.prompt.num_tokens].long())
+        if found is not None:
+            with torch.inference_mode():
+                logits.copy_(found)
 
     def due(self, reqs: Sequence[Any]) -> list[Any]:
         """Return those of `reqs`, whose next rows are those of tokens that were drawn, that are to be repaired first.

@@ -41,7 +41,7 @@ class Claims:
     ) -> None:
         self._load = config.load
         self._max_rows = config.max_recompute_tokens_per_step
-        self.repair_times = RepairTimes(policy, facts, max_rows=self._max_rows)
+        self.repair_times = RepairTimes(policy, facts, max_rows=self._max_rows, below_margin=config.repair_below_margin)
         self._facts = facts
         self._policy = policy
         self._catalogue = catalogue

@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 
 class _Asked(NamedTuple):
-    """What a request may reuse, and when the policy's choice is computed."""
+    """What a request may reuse, when the policy's choice is computed, and whether the first token decides its answer."""
 
     mode: ReuseMode
     repair: RepairTime
+    is_constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +117,9 @@ class Decisions:
         given, field = request.kv_transfer_params or {}, "kv_transfer_params"
         mode, wrong = asked_mode(given.get(PARAMETER, self._mode), field)
         repair, wrong_time = asked_repair(given.get(REPAIR_PARAMETER, self._repair), field)
-        return _Asked(ReuseMode.OFF if wrong_time else mode, repair), wrong or wrong_time
+        rule = getattr(request.sampling_params, "structured_outputs", None)
+        is_constrained = rule is not None and bool(rule.choice or rule.regex or rule.grammar)
+        return _Asked(ReuseMode.OFF if wrong_time else mode, repair, is_constrained), wrong or wrong_time
 
     def _found(self, prompt: AskedPrompt) -> Found:
         found = self._lookup.find(
@@ -153,7 +156,12 @@ class Decisions:
         if substitution is not None:
             return self._claims.of(planned, prompt.text, found.matches, substitution)
         repair = self._claims.repair_times.of(
-            planned, prompt.text, asked.repair, max_tokens=prompt.max_tokens, num_generated=prompt.num_generated
+            planned,
+            prompt.text,
+            asked.repair,
+            max_tokens=prompt.max_tokens,
+            num_generated=prompt.num_generated,
+            is_constrained=asked.is_constrained,
         )
         return self._claims.of(planned, prompt.text, found.matches, repair=repair)
 

@@ -15,7 +15,7 @@ from kvgraft.graft.select import (
     selection_context,
 )
 from kvgraft.graft.steps import QUERY_ROWS
-from kvgraft.reuse.repair_time import ONE_TOKEN, REPEATS, RepairPlan, planned_repair
+from kvgraft.reuse.repair_time import CONSTRAINED, ONE_TOKEN, REPEATS, RepairPlan, planned_repair
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
@@ -32,9 +32,15 @@ _LOOKED_AT_TEXT = 4 * QUERY_ROWS
 class RepairTimes:
     """Decides by the prompt, its plan and settings, never by load, so that no answer depends on what runs beside it."""
 
-    def __init__(self, policy: SelectionPolicy, facts: EngineFacts, *, max_rows: int) -> None:
-        """Take the policy of the engine; `max_rows` rows may be computed in one of its steps."""
+    def __init__(
+        self, policy: SelectionPolicy, facts: EngineFacts, *, max_rows: int, below_margin: float = 0.0
+    ) -> None:
+        """Take the policy of the engine; `max_rows` rows may be computed in one of its steps.
+
+        First tokens whose probability exceeds the next one's by less than `below_margin` wait for the repair.
+        """
         self._policy = policy
+        self._below_margin = below_margin
         self._facts = facts
         self._max_rows = max_rows
 
@@ -46,6 +52,7 @@ class RepairTimes:
         *,
         max_tokens: int | None,
         num_generated: int,
+        is_constrained: bool = False,
     ) -> RepairPlan | None:
         """Return when what the policy chooses of a plan is computed; None if it chooses from nothing.
 
@@ -55,11 +62,16 @@ class RepairTimes:
             asked: What the request or the settings ask for.
             max_tokens: Of the answer.
             num_generated: Tokens of the answer that are known: of a request that begins again some may be.
+            is_constrained: Whether the first token decides the answer (`CONSTRAINED`).
         """
         if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
         return planned_repair(
-            asked, lambda: self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
+            asked,
+            lambda: (
+                self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
+                or (CONSTRAINED if is_constrained else "")
+            ),
         )
 
     def end_of(self, plan: GraftPlan, repair: RepairPlan | None) -> int:
@@ -67,11 +79,12 @@ class RepairTimes:
         return plan.num_tokens - 1 if self._looks_at_once(plan, repair) else plan.spans[-1].target_end
 
     def num_rows(self, plan: GraftPlan, token_ids: NDArray[np.integer], repair: RepairPlan | None) -> int:
-        """Return how many positions workers compute before vLLM goes on, as far as is known now."""
-        end = plan.spans[-1].target_end
-        num_rows = len(plan.compute) if self._looks_at_once(plan, repair) else int(np.searchsorted(plan.compute, end))
+        """Return how many positions workers compute before vLLM goes on, at most, as far as is known now."""
+        end, looks_at_once = plan.spans[-1].target_end, self._looks_at_once(plan, repair)
+        num_rows = len(plan.compute) if looks_at_once else int(np.searchsorted(plan.compute, end))
         if repair is None or repair.time is RepairTime.AFTER:
-            return num_rows
+            may_wait = looks_at_once and self._below_margin > 0  # workers see by then how sure the first token is
+            return num_rows + may_wait * self.num_rows_after(plan, token_ids, repair)
         if Observable.KEY_DEVIATION in self._policy.observes:
             return end - plan.prefix_len
         return num_rows + self._num_chosen(plan, token_ids) + self._looks * min(QUERY_ROWS, len(plan.compute))

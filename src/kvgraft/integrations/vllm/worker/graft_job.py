@@ -11,6 +11,7 @@ import numpy as np
 
 from kvgraft.errors import IntegrationError, PolicyError
 from kvgraft.graft.drift_plan import DriftPlan
+from kvgraft.graft.first_token import reason_if_unsure
 from kvgraft.graft.select import NoRecompute, Observable, Observation
 from kvgraft.graft.steps import GraftSteps, PlannedPass, Scope
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
@@ -63,6 +64,7 @@ class GraftJob:
         *,
         correction: DriftCorrection | None,
         max_rows: int,
+        below_margin: float = 0.0,
     ) -> None:
         self.command = command
         self.outcome: GraftOutcome | None = None
@@ -90,7 +92,8 @@ class GraftJob:
         self._kept_texts = {text_id: (start, stop) for text_id, start, stop in command.captures}
         self._captured: GraftPass | None = None
         self._look: QueryLook | None = None
-        self._fell_back = ""
+        self._below_margin = below_margin if self._computes_question else 0.0
+        self._unsure = self._fell_back = ""
         self._is_policy_error = self._is_repairing = False
         self._inject_s = self._compute_s = 0.0
 
@@ -123,7 +126,7 @@ class GraftJob:
     @property
     def waits_for_repair(self) -> bool:
         """Whether what the policy chooses is still to be computed, once the graft is complete."""
-        return self.command.repairs_after and not self._is_repairing and not self._fell_back
+        return self.command.repairs_after and not (self._is_repairing or self._unsure or self._fell_back)
 
     def repair(self, block_ids: BlockIds) -> None:
         """Begin to compute what the policy chooses, in blocks with the K/V of the whole prompt.
@@ -137,8 +140,7 @@ class GraftJob:
             for group, ids in zip(self._rank.groups, block_ids, strict=True)
         ]
         self._prompt = self._prompt_of(())
-        mass = self._seen_mass()
-        if not self._go_on(lambda: self._steps.repair(Observation(None, mass, None))):
+        if not self._choose():
             self._finish()
 
     def compute_everything(self, reason: str) -> None:
@@ -234,11 +236,27 @@ class GraftJob:
         """Ask the policy for more; return False at its end. Where it fails on one rank, all of them compute everything."""
         self._steps.ran(self._planned)
         if self.waits_for_repair:
-            return False
+            return self._is_unsure(last) and self._choose()
         observed = last if isinstance(last, KeyDeviationPass) else None
         deviation = None if observed is None else observed.deviation()
         mass = self._seen_mass()
         return self._go_on(lambda: self._steps.next(Observation(None, mass, deviation)), observed)
+
+    def _is_unsure(self, answered: GraftPass) -> bool:
+        """Return whether the first token waits for the repair after all, as the question's last row has it; all ranks ask."""
+        if not (self._below_margin and isinstance(answered, AllLayersPass)):
+            return False
+        logits = answered.logits()
+        reason = "" if logits is None else reason_if_unsure(logits, self._below_margin)
+        if all_ranks(not reason):
+            return False
+        self._unsure = reason or "another rank has the logits of the first token"
+        return True
+
+    def _choose(self) -> bool:
+        """Begin to compute what the policy chooses, as the live rows are computed; return False if it chooses nothing."""
+        mass = self._seen_mass()
+        return self._go_on(lambda: self._steps.repair(Observation(None, mass, None)))
 
     def _seen_mass(self) -> NDArray[np.float32] | None:
         """Return what the question attends to, summed over ranks, if the last pass looked; all ranks must ask."""
@@ -275,6 +293,7 @@ class GraftJob:
             self._fell_back,
             corrected_tokens=work.num_corrected,
             is_policy_error=self._is_policy_error,
+            waited=self._unsure,
         )
 
         if self.waits_for_repair:

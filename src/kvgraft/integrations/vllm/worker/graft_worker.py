@@ -349,7 +349,15 @@ class GraftWorker:
         try:
             rows, rank = self._config.max_recompute_tokens_per_step, self._rank
             job = together(
-                lambda: GraftJob(command, rank, self._donors, self._policy, correction=self._correction, max_rows=rows)
+                lambda: GraftJob(
+                    command,
+                    rank,
+                    self._donors,
+                    self._policy,
+                    correction=self._correction,
+                    max_rows=rows,
+                    below_margin=self._config.repair_below_margin,
+                )
             )
             together(job.begin)
         except Exception as error:

@@ -110,6 +110,11 @@ class AllLayersPass(GraftPass):
         super().__init__(prompt, rows)
         self._look = look
         self._drift = drift
+        self._last: Tensor | None = None
+
+    def logits(self) -> Tensor | None:
+        """Return the logits (vocab_size,) of the last row that was computed; all ranks must ask, and some get None."""
+        return None if self._last is None else self._prompt.rank.logits(self._last)
 
     def _cut(self, max_rows: int) -> int:
         """Cut no run: all its rows are in one piece, and all its tokens lie in every home."""
@@ -137,7 +142,7 @@ class AllLayersPass(GraftPass):
                 stack.enter_context(self._look.watching(rows))
             if drift is not None:
                 stack.enter_context(DriftPass(prompt.homes, prompt.rank.rope, rows, drift).correcting())
-            prompt.rank.run(prompt.token_ids[rows], RowRuns.of(rows), prompt.homes)
+            self._last = prompt.rank.run(prompt.token_ids[rows], RowRuns.of(rows), prompt.homes)
 
 
 class KeyDeviationPass(GraftPass):

@@ -71,11 +71,21 @@ class RankModel:
             context = virtual_batch(self.vllm_config, self.groups, tables, runs, self.device)
             yield together(lambda: stack.enter_context(context))
 
-    def run(self, token_ids: NDArray[np.int32], runs: RowRuns, homes: Sequence[GroupKV]) -> None:
-        """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing."""
+    def run(self, token_ids: NDArray[np.int32], runs: RowRuns, homes: Sequence[GroupKV]) -> Tensor:
+        """Compute and store the K/V of `runs` in all layers; `token_ids` are those of their positions. Samples nothing.
+
+        Returns:
+            The last layer's output of the last row, (1, width).
+        """
         tokens = torch.from_numpy(token_ids).to(self.device)  # what may fail comes before the vote
         with self.batch(runs, homes) as on_device:
-            self.model(input_ids=tokens, positions=on_device)
+            hidden: Tensor = self.model(input_ids=tokens, positions=on_device)
+        return hidden[-1:]
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Return the logits (vocab_size,) of a row that `run` has returned; all ranks must ask, and some get None."""
+        found: Tensor | None = self.model.compute_logits(hidden)  # type: ignore[operator]
+        return None if found is None else found[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
