@@ -115,7 +115,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server():
-    process = Process("--log-format", "json", "--shutdown-grace-s", "1", env={"KVGRAFT_API_KEY": KEY})
+    options = ("--log-format", "json", "--shutdown-grace-s", "1", "--repair-below-margin", "0")
+    process = Process(*options, env={"KVGRAFT_API_KEY": KEY})
     yield process
     assert process.close() == 0
     assert "Traceback" not in "".join(process.log)
