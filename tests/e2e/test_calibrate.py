@@ -58,7 +58,7 @@ PARTS = {
 
 @pytest.mark.parametrize("repair", ["before", "after"])
 def test_only_grafted_requests_count_and_each_notch_serves_all(model_dir, prompts, repair):
-    llm = LLM(model_dir, num_slots=2_000, selection="query_seam", repair=repair)
+    llm = LLM(model_dir, num_slots=2_000, selection="query_seam", repair=repair, repair_below_margin=0)
     loss = Loss.parse("greedy:4")
     tokens = tokenized(llm, read_sessions(prompts), loss.num_tokens)
     steps = []
