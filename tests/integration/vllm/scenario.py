@@ -122,7 +122,7 @@ def main():
             kv_connector="GraftConnector",
             kv_connector_module_path="kvgraft.integrations.vllm",
             kv_role="kv_both",
-            kv_connector_extra_config={"lookup_deadline_ms": 1e9, **asked.get("options", {})},
+            kv_connector_extra_config={"lookup_deadline_ms": 1e9, "repair_below_margin": 0, **asked.get("options", {})},
         ),
     )
 
