@@ -80,6 +80,7 @@ class BatchingMachine(DrawnTimeMachine):
         self.rng = np.random.default_rng(seed)
         self.draw_time(seed)
         config = EngineConfig(
+            repair_below_margin=0,
             num_slots=max(slots, self.fewest_slots[page]),
             host_bytes=1_000_000,
             donor_tokens=1 << 13,

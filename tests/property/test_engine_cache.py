@@ -27,6 +27,7 @@ class EngineCacheMachine(RuleBasedStateMachine):
         self.rng = np.random.default_rng(seed)
         self.llm = LLM(
             adopt_model("llama", tiny_model("llama"), None),
+            repair_below_margin=0,
             num_slots=NUM_SLOTS,
             donor_tokens=1 << 13,
             host_bytes=host_bytes,

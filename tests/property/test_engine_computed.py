@@ -144,6 +144,7 @@ class ComputedMachine(DrawnTimeMachine):
         self.rng = np.random.default_rng(seed)
         self.draw_time(seed)
         config = EngineConfig(
+            repair_below_margin=0,
             num_slots=slots,
             host_bytes=host_bytes,
             donor_tokens=1 << 13,
@@ -347,7 +348,7 @@ TestStateComputed = StateComputedMachine.TestCase
 
 def test_a_prefix_that_is_published_before_it_is_computed_is_seen(rng, monkeypatch):
     """The oracle fails for an engine that does as vLLM does."""
-    config = EngineConfig(num_slots=600, max_rows=64)
+    config = EngineConfig(num_slots=600, max_rows=64, repair_below_margin=0)
     engine = Engine(adopt_model("llama", tiny_model("llama"), None), config, max_step_s=0.01)
     PoisonedSlots(engine)
     graft = engine.manager.graft

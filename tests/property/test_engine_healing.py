@@ -37,6 +37,7 @@ class EngineHealingMachine(DrawnTimeMachine):
         self.rng = np.random.default_rng(seed)
         self.draw_time(seed)
         config = EngineConfig(
+            repair_below_margin=0,
             num_slots=NUM_SLOTS,
             host_bytes=host_bytes,
             page_size=page_size,

@@ -50,7 +50,11 @@ class EngineStoresMachine(RuleBasedStateMachine):
 
     def make(self, number):
         llm = LLM(
-            adopt_model("llama", self.model(number), None), num_slots=700, host_bytes=self.host_bytes, store="shared:"
+            adopt_model("llama", self.model(number), None),
+            repair_below_margin=0,
+            num_slots=700,
+            host_bytes=self.host_bytes,
+            store="shared:",
         )
         llm.engine.stores.flops_per_s = lambda: 1.0
         return llm

@@ -28,6 +28,7 @@ class HostTierMachine(RuleBasedStateMachine):
         self.model = tiny_model(self.family)
         self.llm = LLM(
             adopt_model(self.family, tiny_model(self.family), None),
+            repair_below_margin=0,
             num_slots=NUM_SLOTS,
             max_running=2,
             host_bytes=100_000,

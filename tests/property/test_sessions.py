@@ -34,6 +34,7 @@ class SessionsMachine(RuleBasedStateMachine):
         is_tiered = host and family == "llama"
         self.llm = LLM(
             adopt_model(family, tiny_model(family), None),
+            repair_below_margin=0,
             num_slots=NUM_SLOTS,
             host_bytes=100_000,
             selection="none",
