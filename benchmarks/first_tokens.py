@@ -24,9 +24,13 @@ from kvgraft.bench.fidelity.sample import blocks
 from kvgraft.bench.fidelity.subject import Subject
 from kvgraft.bench.fidelity.suites import load_suite
 from kvgraft.engine import LLM, SamplingParams
+from kvgraft.fidelity import divergence
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvgraft.bench.fidelity.sample import SampledRequest
+    from kvgraft.types import TokenArray
 
 _RESAMPLES = 4_000
 _NAME = re.compile(r'"name": "([^"]+)"')
@@ -71,42 +75,25 @@ def measured(llm: LLM, subject: Subject, step: SampledRequest) -> dict[str, obje
         llm.generate(prompt, SamplingParams(1), "exact")
     if not is_grafted:
         return None
-    first, second = np.sort(softmax(after))[:-3:-1].tolist()
-    row: dict[str, object] = {
-        "num_tokens": len(prompt),
-        "margin": first - second,
-        "kl_after": kl(full, after),
-        "kl_before": kl(full, before),
-        "after": bool(full.argmax() != after.argmax()),
-        "before": bool(full.argmax() != before.argmax()),
-    }
+    first, second = after.softmax(-1).topk(2).values[0].tolist()
+    found = {"after": divergence(full, after), "before": divergence(full, before)}
+    row: dict[str, object] = {"num_tokens": len(prompt), "margin": first - second}
+    row |= {f"kl_{way}": each.first_kl for way, each in found.items()}
+    row |= {way: each.first_flip for way, each in found.items()}
     names = _NAME.findall(step.request.prompt)
-    allowed = np.unique([int(subject.gold((name,))[0]) for name in names] or [0])
+    allowed = sorted({int(subject.gold((name,))[0]) for name in names})
     if len(allowed) > 1:
-        chosen = {
-            way: int(logits[allowed].argmax()) for way, logits in (("full", full), ("after", after), ("before", before))
+        ways = {"after": after, "before": before}
+        row |= {
+            f"choice_{way}": divergence(full[:, allowed], each[:, allowed]).first_flip for way, each in ways.items()
         }
-        row |= {f"choice_{way}": chosen[way] != chosen["full"] for way in ("after", "before")}
     return row
 
 
-def first_logits(llm: LLM, prompt: np.ndarray, **options: str) -> tuple[np.ndarray, bool]:
-    """Return float64 logits (vocab_size,) of the first token, and whether something was grafted."""
+def first_logits(llm: LLM, prompt: TokenArray, **options: str) -> tuple[Tensor, bool]:
+    """Return float64 logits (1, vocab_size) of the first token, and whether something was grafted."""
     with llm.probe(prompt, 2, options.pop("reuse", "graft"), **options) as probe:
-        logits = probe.logits(np.array([0, 0]))[0].double().numpy()
-        return logits, bool(probe.report.shifted_tokens)
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities."""
-    exp = np.exp(logits - logits.max())
-    return exp / exp.sum()
-
-
-def kl(full: np.ndarray, reused: np.ndarray) -> float:
-    """Return KL(full || reused) in nats."""
-    mine, theirs = softmax(full), softmax(reused)
-    return float((mine * (np.log(mine + 1e-300) - np.log(theirs + 1e-300))).sum())
+        return probe.logits(np.array([0, 0]))[:1].double(), bool(probe.report.shifted_tokens)
 
 
 def summary(rows: list[dict], args: argparse.Namespace) -> dict[str, object]:

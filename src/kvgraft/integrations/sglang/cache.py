@@ -141,7 +141,9 @@ class GraftRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             logits: (num_requests, vocab_size), changed in place; None where nothing is drawn.
             seq_lens: (num_requests,), their computed tokens.
         """
-        if self.reuse is None or logits is None or not len(logits) == len(seq_lens) == len(self._batch):
+        if self.reuse is None or not self.reuse.repairs.waiting:
+            return
+        if logits is None or not len(logits) == len(seq_lens) == len(self._batch):
             return
         for number, req in enumerate(self._batch):
             if req in self.reuse.repairs.waiting:

@@ -53,13 +53,14 @@ class PolicyPasses:
         if self.recomputer is not None:
             self._compute(state, req, slots, self.recomputer, self.recomputer.repair)
 
-    def logits(self, state: SGLangRequest, req: Any, slots: Tensor) -> Tensor | None:  # noqa: ANN401
-        """Return the logits (vocab_size,) after a prompt in `slots` (int64) as it is now; None where no pass is made.
+    def logits(self, state: SGLangRequest, req: Any, slots: Tensor) -> Tensor:  # noqa: ANN401
+        """Return the logits (vocab_size,) after the prompt in `slots` (int64) of a request that waited for its repair.
 
         Raises:
             RuntimeError: The pass failed, on this rank or on another.
         """
-        return None if self.recomputer is None else self.recomputer.logits(_tokens(req, state.prompt.num_tokens), slots)
+        assert self.recomputer is not None, "no request waits without"
+        return self.recomputer.logits(_tokens(req, state.prompt.num_tokens), slots)
 
     def _compute(self, state: SGLangRequest, req: Any, slots: Tensor, recomputer: Recomputer, run: Run) -> None:  # noqa: ANN401
         if not state.has_shifted:

@@ -163,9 +163,8 @@ class Repairs:
         state.planned(RepairPlan(RepairTime.BEFORE, reason))
         self._repair(req, row)
         found = self.passes.logits(state, req, row[: state.prompt.num_tokens].long())
-        if found is not None:
-            with torch.inference_mode():
-                logits.copy_(found)
+        with torch.inference_mode():
+            logits.copy_(found)
 
     def due(self, reqs: Sequence[Any]) -> list[Any]:
         """Return those of `reqs`, whose next rows are those of tokens that were drawn, that are to be repaired first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,13 +67,15 @@ class RepairTimes:
         """
         if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
-        return planned_repair(
-            asked,
-            lambda: (
-                self._reason_to_wait(plan, token_ids, max_tokens=max_tokens, num_generated=num_generated)
-                or (CONSTRAINED if is_constrained else "")
-            ),
+        reason_to_wait = partial(
+            self._reason_to_wait,
+            plan,
+            token_ids,
+            max_tokens=max_tokens,
+            num_generated=num_generated,
+            is_constrained=is_constrained,
         )
+        return planned_repair(asked, reason_to_wait)
 
     def end_of(self, plan: GraftPlan, repair: RepairPlan | None) -> int:
         """Return the first position that workers leave to vLLM: what follows the last span, or the last token alone."""
@@ -108,7 +111,13 @@ class RepairTimes:
         return 0 if repair is None or repair.time is RepairTime.BEFORE else self._num_rows_after(plan, token_ids)
 
     def _reason_to_wait(
-        self, plan: GraftPlan, token_ids: NDArray[np.integer], *, max_tokens: int | None, num_generated: int
+        self,
+        plan: GraftPlan,
+        token_ids: NDArray[np.integer],
+        *,
+        max_tokens: int | None,
+        num_generated: int,
+        is_constrained: bool,
     ) -> str:
         """Return why the first token waits for what the policy chooses, or an empty text."""
         if num_generated:
@@ -123,7 +132,7 @@ class RepairTimes:
         rows = self._num_rows_after(plan, token_ids)
         if rows > self._max_rows:
             return f"it takes {rows} rows in one step, more than max_recompute_tokens_per_step={self._max_rows}"
-        return ""
+        return CONSTRAINED if is_constrained else ""
 
     def _num_rows_after(self, plan: GraftPlan, token_ids: NDArray[np.integer]) -> int:
         """Return how many rows the repair takes in the step of the second token."""

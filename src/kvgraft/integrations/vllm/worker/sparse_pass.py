@@ -80,7 +80,7 @@ class RankModel:
         tokens = torch.from_numpy(token_ids).to(self.device)  # what may fail comes before the vote
         with self.batch(runs, homes) as on_device:
             hidden: Tensor = self.model(input_ids=tokens, positions=on_device)
-        return hidden[-1:]
+        return hidden[-1:].clone()  # not a view, which would keep the other rows
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Return the logits (vocab_size,) of a row that `run` has returned; all ranks must ask, and some get None."""
