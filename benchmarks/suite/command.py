@@ -92,6 +92,7 @@ def _facts(llm: LLM, settings: TableSettings) -> dict[str, Any]:
         "recompute_ratio": llm.policy.recompute_ratio,
         "correction": llm.config.correction,
         "repair": llm.config.repair,
+        "repair_below_margin": llm.config.repair_below_margin,
         "absent": list(settings.absent),
     }
 

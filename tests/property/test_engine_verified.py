@@ -130,6 +130,7 @@ class VerifiedMachine(DrawnTimeMachine):
         self.draw_time(seed)
         self.family = family
         config = EngineConfig(
+            repair_below_margin=0,
             num_slots=slots,
             host_bytes=1_000_000,
             donor_tokens=1 << 14,

@@ -104,7 +104,8 @@ def own_method(settings: Row) -> str:
     """Return the engine's own setting, as its row is named."""
     ratio = f":{settings['recompute_ratio']:g}" if settings["recompute_ratio"] else ""
     correction = "" if settings["correction"] == "none" else f"+{settings['correction']}"
-    when = "@after" if settings.get("repair") == "after" else ""
+    margin = settings.get("repair_below_margin")  # older records have none
+    when = "@after" + (f"~{margin:g}" if margin else "") if settings.get("repair") == "after" else ""
     return f"{settings['policy']}{ratio}{correction}{when}"
 
 

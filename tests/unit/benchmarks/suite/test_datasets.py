@@ -49,7 +49,7 @@ def test_planned_shares_are_of_all_tokens():
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM("graft-tiny", num_slots=3_000)
+    return LLM("graft-tiny", num_slots=3_000, repair_below_margin=0)
 
 
 @pytest.fixture(scope="module")

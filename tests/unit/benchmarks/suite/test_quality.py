@@ -112,6 +112,7 @@ def test_page_shows_every_method_and_the_claim_beside_it(rows, llm):
         "recompute_ratio": llm.policy.recompute_ratio,
         "correction": llm.config.correction,
         "repair": llm.config.repair,
+        "repair_below_margin": llm.config.repair_below_margin,
     }
     everything = [*rows, *(row | {"suite": ALL_SUITES} for row in rows)]
     blocks = {
