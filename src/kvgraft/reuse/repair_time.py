@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 ONE_TOKEN = "one token was asked for"
 """Reason to wait of an answer that is its first token alone."""
 CONSTRAINED = "the first token decides a constrained answer"
-"""Reason to wait of an answer that must be one of some texts, match an expression or follow a grammar.
-
-Of answers that name one of some functions a third began otherwise over plain copies, none after the repair
-(`benchmarks/results/first-tokens-smollm2.json`). JSON begins with a brace in any case.
+"""Reason to wait of a choice, an expression or a grammar; JSON begins with a brace in any case. A third of answers that name
+a function began otherwise over plain copies, none after the repair (`benchmarks/results/first-tokens-smollm2.json`).
 """
 REPEATS = "the prompt says much of what is copied twice"
 """Reason to wait of a prompt that `graft.select.says_much_twice`: its first token would be the one that is off."""

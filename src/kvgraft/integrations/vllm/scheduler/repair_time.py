@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,10 +35,7 @@ class RepairTimes:
     def __init__(
         self, policy: SelectionPolicy, facts: EngineFacts, *, max_rows: int, below_margin: float = 0.0
     ) -> None:
-        """Take the policy of the engine; `max_rows` rows may be computed in one of its steps.
-
-        First tokens whose probability exceeds the next one's by less than `below_margin` wait for the repair.
-        """
+        """Take the engine's policy, the rows of one of its steps, and the margin below which first tokens wait."""
         self._policy = policy
         self._below_margin = below_margin
         self._facts = facts
@@ -67,15 +63,12 @@ class RepairTimes:
         """
         if isinstance(self._policy, NoRecompute) or not plan.has_shifted:
             return None
-        reason_to_wait = partial(
-            self._reason_to_wait,
-            plan,
-            token_ids,
-            max_tokens=max_tokens,
-            num_generated=num_generated,
-            is_constrained=is_constrained,
+        return planned_repair(
+            asked,
+            lambda: self._reason_to_wait(
+                plan, token_ids, max_tokens=max_tokens, num_generated=num_generated, is_constrained=is_constrained
+            ),
         )
-        return planned_repair(asked, reason_to_wait)
 
     def end_of(self, plan: GraftPlan, repair: RepairPlan | None) -> int:
         """Return the first position that workers leave to vLLM: what follows the last span, or the last token alone."""
