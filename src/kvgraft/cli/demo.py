@@ -42,7 +42,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a RAG session with and without reuse, side by side",
         description="Ask a model questions over documents (a handbook for a model with a chat template, else sources of the "
         "standard library), each without reuse, with exact prefixes and grafted, and print answers, times and "
-        "tokens reused; then write what `kvgraft explain` shows of the request that gained most. Without --model it runs on "
+        "tokens reused; then write what `kvgraft explain` shows of the request that reused most. Without --model it runs on "
         f"{SMOLLM2_MODEL}, or {BUNDLED_MODEL} if that is not installed.",
     )
     pairs = zip(_CHAT_SIZE, _PLAIN_SIZE, strict=True)
@@ -176,13 +176,13 @@ def _print_table(modes: Sequence[ModeSummary], shown: TextIO) -> None:
 
 
 def _write_page(llm: LLM, given: Sequence[tuple[JudgedAnswer, ...]], file: Path, shown: TextIO) -> None:
-    """Write the page of `kvgraft explain` about the request that gained most."""
+    """Write the page of `kvgraft explain` about the request that reused the largest share of its prompt."""
     from kvgraft.explain import read_requests
     from kvgraft.explain.page import page
     from kvgraft.explain.text import PromptText
 
-    gains = [off.output.ttft_s / graft.output.ttft_s for off, _, graft in given]
-    number = int(np.argmax(gains))
+    reports = [graft.output.report for _, _, graft in given]
+    number = int(np.argmax([report.reused_tokens / report.num_tokens for report in reports]))
     output = given[number][-1].output
     requests = read_requests(json.dumps(_entry(output, f"question {number + 1}")), "the demo")
     tokenizer = llm.loaded.tokenizer
