@@ -6,7 +6,7 @@ import difflib
 import importlib
 import threading
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvgraft.errors import ConfigError, IntegrationError, one_line
 
@@ -23,20 +23,23 @@ class NamedFactories(Generic[Factory]):
     """A table that outsiders add to. Thread-safe.
 
     Attributes:
-        by_name: The factories known so far.
+        by_name: The factories loaded so far.
     """
 
-    def __init__(self, what: str, group: str, register: str, built_in: Mapping[str, Factory]) -> None:
+    def __init__(self, what: str, group: str, register: str, built_in: Mapping[str, Factory | str]) -> None:
         """Begin with those that are built in.
 
         Args:
             what: What the factories make, for messages: `KV store`.
             group: Entry points of installed packages.
             register: The function that outsiders call, for messages.
-            built_in: By name.
+            built_in: By name; `module:attribute` is imported when it is asked for.
         """
-        self.by_name: dict[str, Factory] = dict(built_in)
-        self._built_in = frozenset(built_in)
+        self._on_use = {name: place for name, place in built_in.items() if isinstance(place, str)}
+        self.by_name: dict[str, Factory] = {
+            name: factory for name, factory in built_in.items() if not isinstance(factory, str)
+        }
+        self._built_in = tuple(built_in)
         self._what = what
         self._group = group
         self._register = register
@@ -44,9 +47,14 @@ class NamedFactories(Generic[Factory]):
         _TABLES[group] = self
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names that are known by now: built in, then registered or found in an installed package."""
+        return tuple(dict.fromkeys((*self._built_in, *list(self.by_name))))
+
+    @property
     def added(self) -> set[str]:
         """Names that are known by now and not built in."""
-        return {*list(self.by_name)} - self._built_in
+        return {*self.names} - {*self._built_in}
 
     def register(self, name: str, factory: Factory) -> None:
         """Make `factory` known under `name`.
@@ -57,25 +65,27 @@ class NamedFactories(Generic[Factory]):
         if not name.strip():
             raise ConfigError(f"{self._what} needs a name that is not empty; choose one")
         with self._lock:
-            if name in self.by_name:
+            if name in self.names:
                 raise ConfigError(f"{self._what} {name!r} is registered already; choose another name")
             self.by_name[name] = factory
 
     def find(self, name: str) -> Factory:
-        """Return the factory of that name, from an installed package if it is not registered.
+        """Return the factory of that name, which is imported if it is not loaded: one of ours, or of an installed package.
 
         Raises:
             ConfigError: There is none; names the closest.
-            IntegrationError: Its entry point cannot be imported.
+            IntegrationError: It cannot be imported.
         """
-        if name not in self.by_name:
+        if name not in self.by_name and name in self._on_use:
+            self.by_name[name] = cast("Factory", imported(self._what, self._on_use[name]))
+        elif name not in self.by_name:
             self._load_entry_point(name)
         return self.by_name[name]
 
     def _load_entry_point(self, name: str) -> None:
         offered = {entry.name: entry for entry in entry_points(group=self._group)}
         if name not in offered:
-            known = sorted({*list(self.by_name), *offered})
+            known = sorted({*self.names, *offered})
             closest = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {closest[0]!r}?" if closest else f"known are {', '.join(known)};"
             raise ConfigError(

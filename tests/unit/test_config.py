@@ -25,7 +25,7 @@ from kvgraft.donors import GRAM_TOKENS, DonorCatalogue
 from kvgraft.donors.catalogue import BYTES_PER_TOKEN
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS
-from kvgraft.graft.select import SELECTION_POLICIES, Observable
+from kvgraft.graft.select import Observable, selection_policy
 from kvgraft.prefix import EVICTION_POLICIES
 from kvgraft.reuse.policy import available_policies
 
@@ -212,7 +212,7 @@ class TestReuseSettings:
             assert kind.rules()["correction"].choices == tuple(CORRECTIONS)
 
     def test_ratio_is_that_of_the_policy(self):
-        assert ReuseSettings().recompute_ratio == SELECTION_POLICIES[ReuseSettings().selection]().recompute_ratio
+        assert ReuseSettings().recompute_ratio == selection_policy(ReuseSettings().selection).recompute_ratio
 
     def test_shortest_run_is_that_of_the_index(self):
         assert ReuseSettings().min_run == GRAM_TOKENS == ReuseSettings.rules()["donor_tokens"].low

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvgraft.errors import ConfigError, IntegrationError
-from kvgraft.graft.select import SELECTION_POLICIES
+from kvgraft.graft.select import NoRecompute, policy_names, register_selection_policy
 from kvgraft.memory import open_stores, register_store
 from kvgraft.prefix import EVICTION_POLICIES, RadixCache, get_radix_cache_factory, register_radix_cache_backend
 from kvgraft.testing import registries
@@ -17,11 +17,11 @@ def test_what_is_registered_within_is_forgotten():
         register_radix_cache_backend("mine", RadixCache)
         register_store("mine", lambda where, options: None)
         EVICTION_POLICIES["mine"] = EVICTION_POLICIES["lru"]
-        SELECTION_POLICIES["mine"] = SELECTION_POLICIES["none"]
+        register_selection_policy("mine", NoRecompute)
         with pytest.raises(IntegrationError, match="is a NoneType"):
             open_stores("mine:here")
     assert get_radix_cache_factory("mine") is None
-    assert "mine" not in {*EVICTION_POLICIES, *SELECTION_POLICIES}
+    assert "mine" not in {*EVICTION_POLICIES, *policy_names()}
     with pytest.raises(ConfigError, match="unknown KV store 'mine'"):
         open_stores("mine:here")
 

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from kvgraft.on_use import names_on_use
 
 if TYPE_CHECKING:
     from kvgraft.config.engine import EngineConfig
@@ -44,32 +45,28 @@ __all__ = [
     "variables",
 ]
 
-_MODULES = {
-    "EngineConfig": "kvgraft.config.engine",
-    "Resolved": "kvgraft.config.sources",
-    "ReuseSettings": "kvgraft.config.reuse",
-    "SGLangConfig": "kvgraft.config.sglang",
-    "ServerConfig": "kvgraft.config.server",
-    "VLLMConfig": "kvgraft.config.vllm",
-    "available_memory": "kvgraft.config.machine",
-    "check_host_memory": "kvgraft.config.machine",
-    "default_text": "kvgraft.config.table",
-    "file_errors": "kvgraft.config.sources",
-    "grouped_settings": "kvgraft.config.table",
-    "ignored_variables": "kvgraft.config.environment",
-    "is_text": "kvgraft.config.setting",
-    "page_key": "kvgraft.config.server",
-    "physical_memory": "kvgraft.config.machine",
-    "quoted": "kvgraft.config.setting",
-    "resolve": "kvgraft.config.sources",
-    "rule_of": "kvgraft.config.setting",
-    "settings_table": "kvgraft.config.table",
-    "variables": "kvgraft.config.environment",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a name when it is first asked for: an engine's process needs no settings of others."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+__getattr__ = names_on_use(
+    __name__,
+    {
+        "EngineConfig": "kvgraft.config.engine",
+        "Resolved": "kvgraft.config.sources",
+        "ReuseSettings": "kvgraft.config.reuse",
+        "SGLangConfig": "kvgraft.config.sglang",
+        "ServerConfig": "kvgraft.config.server",
+        "VLLMConfig": "kvgraft.config.vllm",
+        "available_memory": "kvgraft.config.machine",
+        "check_host_memory": "kvgraft.config.machine",
+        "default_text": "kvgraft.config.table",
+        "file_errors": "kvgraft.config.sources",
+        "grouped_settings": "kvgraft.config.table",
+        "ignored_variables": "kvgraft.config.environment",
+        "is_text": "kvgraft.config.setting",
+        "page_key": "kvgraft.config.server",
+        "physical_memory": "kvgraft.config.machine",
+        "quoted": "kvgraft.config.setting",
+        "resolve": "kvgraft.config.sources",
+        "rule_of": "kvgraft.config.setting",
+        "settings_table": "kvgraft.config.table",
+        "variables": "kvgraft.config.environment",
+    },
+)

@@ -5,8 +5,9 @@ Public modules: `configured`, `host_memory`, `packed`, `page_lock`.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from kvgraft.on_use import names_on_use
 
 if TYPE_CHECKING:
     from kvgraft.memory.allocator import Owner, SlotAllocator, SlotUsage
@@ -48,43 +49,33 @@ __all__ = [
     "register_store",
 ]
 
-_MODULES = {
-    "BaseHostSlots": "kvgraft.memory.host_slots",
-    "HostKVStore": "kvgraft.memory.host_store",
-    "HostSlots": "kvgraft.memory.host_slots",
-    "HostStates": "kvgraft.memory.host_states",
-    "HybridSlotPool": "kvgraft.memory.hybrid_pool",
-    "KVBlock": "kvgraft.memory.block",
-    "KVPlace": "kvgraft.memory.pool",
-    "KVPool": "kvgraft.memory.pool",
-    "KVStore": "kvgraft.memory.store",
-    "LayerShape": "kvgraft.memory.pool",
-    "Owner": "kvgraft.memory.allocator",
-    "SlotAllocator": "kvgraft.memory.allocator",
-    "SlotArray": "kvgraft.memory.extents",
-    "SlotIndex": "kvgraft.memory.pool",
-    "SlotPlace": "kvgraft.memory.pool",
-    "SlotPool": "kvgraft.memory.pool",
-    "SlotUsage": "kvgraft.memory.allocator",
-    "StateBlock": "kvgraft.memory.state_pool",
-    "StatePart": "kvgraft.memory.state_pool",
-    "StatePool": "kvgraft.memory.state_pool",
-    "StoreFactory": "kvgraft.memory.store",
-    "StoreKey": "kvgraft.memory.host_store",
-    "as_index": "kvgraft.memory.pool",
-    "open_stores": "kvgraft.memory.store",
-    "register_store": "kvgraft.memory.store",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a class when it is first asked for: most users need few of them, and some need torch."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(_MODULES[name])
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f"{__name__}.{name} needs torch: pip install 'kvgraft[torch]'") from error
-    return getattr(module, name)
+__getattr__ = names_on_use(
+    __name__,
+    {
+        "BaseHostSlots": "kvgraft.memory.host_slots",
+        "HostKVStore": "kvgraft.memory.host_store",
+        "HostSlots": "kvgraft.memory.host_slots",
+        "HostStates": "kvgraft.memory.host_states",
+        "HybridSlotPool": "kvgraft.memory.hybrid_pool",
+        "KVBlock": "kvgraft.memory.block",
+        "KVPlace": "kvgraft.memory.pool",
+        "KVPool": "kvgraft.memory.pool",
+        "KVStore": "kvgraft.memory.store",
+        "LayerShape": "kvgraft.memory.pool",
+        "Owner": "kvgraft.memory.allocator",
+        "SlotAllocator": "kvgraft.memory.allocator",
+        "SlotArray": "kvgraft.memory.extents",
+        "SlotIndex": "kvgraft.memory.pool",
+        "SlotPlace": "kvgraft.memory.pool",
+        "SlotPool": "kvgraft.memory.pool",
+        "SlotUsage": "kvgraft.memory.allocator",
+        "StateBlock": "kvgraft.memory.state_pool",
+        "StatePart": "kvgraft.memory.state_pool",
+        "StatePool": "kvgraft.memory.state_pool",
+        "StoreFactory": "kvgraft.memory.store",
+        "StoreKey": "kvgraft.memory.host_store",
+        "as_index": "kvgraft.memory.pool",
+        "open_stores": "kvgraft.memory.store",
+        "register_store": "kvgraft.memory.store",
+    },
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import ConfigError
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, Observable, policy_class, selection_policy
+from kvgraft.graft.select import FirstK, Observable, policy_class, policy_names, selection_policy
 from kvgraft.graft.select.ratio import RatioPolicy
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def available_policies(shown: Collection[Observable]) -> tuple[str, ...]:
     Args:
         shown: What the engine can show to a policy.
     """
-    return tuple(name for name, kind in list(SELECTION_POLICIES.items()) if kind.observes <= set(shown))
+    return tuple(name for name in policy_names() if policy_class(name).observes <= set(shown))
 
 
 def configured_policy(

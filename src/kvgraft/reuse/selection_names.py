@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kvgraft.factories import added_names
-from kvgraft.graft.select import SELECTION_GROUP, SELECTION_POLICIES
+from kvgraft.graft.select import SELECTION_GROUP, policy_names
 
 
 def selection_names() -> list[str]:
@@ -13,7 +13,7 @@ def selection_names() -> list[str]:
 
     Packages are looked through once: it takes milliseconds, and any client can ask for a name that does not exist.
     """
-    return sorted({*list(SELECTION_POLICIES), *_installed_names()})
+    return sorted({*policy_names(), *_installed_names()})
 
 
 @cache

@@ -18,7 +18,7 @@ from kvgraft.bench.fidelity.oracle import Oracle
 from kvgraft.engine import RepairRules
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift import CORRECTIONS
-from kvgraft.graft.select import SELECTION_POLICIES, FirstK, RatioPolicy, SelectionPolicy
+from kvgraft.graft.select import FirstK, RatioPolicy, SelectionPolicy, policy_class, policy_names
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 DEFAULT, NO_CORRECTION = "default", "none"
 BEFORE = RepairRules()
-POLICIES: dict[str, type[SelectionPolicy]] = {**SELECTION_POLICIES, Oracle.name: Oracle}
+POLICIES: dict[str, type[SelectionPolicy]] = {
+    **{name: policy_class(name) for name in policy_names()},
+    Oracle.name: Oracle,
+}
 
 
 @dataclass(frozen=True, slots=True)

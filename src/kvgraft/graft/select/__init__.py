@@ -1,4 +1,4 @@
-"""Selection policies: which reused tokens to compute again. One file each; `SELECTION_POLICIES` lists them.
+"""Selection policies: which reused tokens to compute again. One file each, loaded when it is used; `policy_names` lists them.
 
 | name | rule | source |
 |---|---|---|
@@ -16,9 +16,10 @@ Others are registered, or come with installed packages. Benchmarks have one more
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvgraft.errors import ConfigError, IntegrationError, one_line
 from kvgraft.factories import NamedFactories, imported
-from kvgraft.graft.select.adaptive import Adaptive
 from kvgraft.graft.select.base import (
     Observable,
     Observation,
@@ -30,13 +31,17 @@ from kvgraft.graft.select.base import (
 from kvgraft.graft.select.context import selection_context
 from kvgraft.graft.select.first_k import FirstK
 from kvgraft.graft.select.guard import PolicySteps, expected_rows, expected_share, fault, looks_at_query
-from kvgraft.graft.select.kv_deviation import KVDeviation
 from kvgraft.graft.select.none import NoRecompute
-from kvgraft.graft.select.query_attention import QueryAttention
-from kvgraft.graft.select.query_seam import QuerySeam
-from kvgraft.graft.select.random_share import RandomShare
 from kvgraft.graft.select.ratio import RankingPolicy, RatioPolicy
 from kvgraft.graft.select.repeats import says_much_twice
+from kvgraft.on_use import names_on_use
+
+if TYPE_CHECKING:
+    from kvgraft.graft.select.adaptive import Adaptive
+    from kvgraft.graft.select.kv_deviation import KVDeviation
+    from kvgraft.graft.select.query_attention import QueryAttention
+    from kvgraft.graft.select.query_seam import QuerySeam
+    from kvgraft.graft.select.random_share import RandomShare
 
 SELECTION_GROUP = "kvgraft.selection_policies"
 """Entry points of packages that bring policies."""
@@ -46,16 +51,19 @@ _POLICIES: NamedFactories[type[SelectionPolicy]] = NamedFactories(
     "register_selection_policy",
     {
         "none": NoRecompute,
-        "random": RandomShare,
+        "random": "kvgraft.graft.select.random_share:RandomShare",
         "first_k": FirstK,
-        "kv_deviation": KVDeviation,
-        "query_attention": QueryAttention,
-        "query_seam": QuerySeam,
-        "adaptive": Adaptive,
+        "kv_deviation": "kvgraft.graft.select.kv_deviation:KVDeviation",
+        "query_attention": "kvgraft.graft.select.query_attention:QueryAttention",
+        "query_seam": "kvgraft.graft.select.query_seam:QuerySeam",
+        "adaptive": "kvgraft.graft.select.adaptive:Adaptive",
     },
 )
-SELECTION_POLICIES = _POLICIES.by_name
-"""The classes of built-in policies, and of those that were registered or found in an installed package so far."""
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return the names of built-in policies, and of those that were registered or found in an installed package so far."""
+    return _POLICIES.names
 
 
 def register_selection_policy(name: str, policy: type[SelectionPolicy]) -> None:
@@ -85,9 +93,7 @@ def policy_class(name: str, *, may_import: bool = True) -> type[SelectionPolicy]
     if ":" not in name:
         return _policy_class(name, _POLICIES.find(name), IntegrationError)
     if not may_import:
-        raise ConfigError(
-            f"unknown selection policy {name!r}; requests choose by name: {', '.join(list(SELECTION_POLICIES))}"
-        )
+        raise ConfigError(f"unknown selection policy {name!r}; requests choose by name: {', '.join(policy_names())}")
     return _policy_class(name, imported("selection policy", name), IntegrationError)
 
 
@@ -123,7 +129,6 @@ def _policy_class(
 
 __all__ = [
     "SELECTION_GROUP",
-    "SELECTION_POLICIES",
     "Adaptive",
     "FirstK",
     "KVDeviation",
@@ -145,8 +150,20 @@ __all__ = [
     "fault",
     "looks_at_query",
     "policy_class",
+    "policy_names",
     "register_selection_policy",
     "says_much_twice",
     "selection_context",
     "selection_policy",
 ]
+
+__getattr__ = names_on_use(
+    __name__,
+    {
+        "Adaptive": "kvgraft.graft.select.adaptive",
+        "KVDeviation": "kvgraft.graft.select.kv_deviation",
+        "QueryAttention": "kvgraft.graft.select.query_attention",
+        "QuerySeam": "kvgraft.graft.select.query_seam",
+        "RandomShare": "kvgraft.graft.select.random_share",
+    },
+)
