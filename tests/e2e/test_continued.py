@@ -22,7 +22,9 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import CONTINUATION, Fidelity, MissReason, Namespace, RepairTime
 
 ANSWER = SamplingParams(5, ignore_eos=True)
-LAYERS = {"gemma3_text": {"num_hidden_layers": 6}}
+LAYERS = {
+    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+}
 FRONT, DOCUMENT, TURNS, NEW = 30, 150, 10, 12
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])

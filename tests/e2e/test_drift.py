@@ -51,7 +51,7 @@ class Prompt:
     """A prompt in slots of a model: exact K/V everywhere, or moved ones where it is reused."""
 
     def __init__(self, rng, family="llama", dtype=torch.float32, *, is_hybrid=False):
-        model = tiny_model(family, dtype=dtype)
+        model = tiny_model(family, dtype=dtype, num_hidden_layers=4)
         if is_hybrid:
             engine = Engine(adopt_model(family, model, None), EngineConfig(num_slots=2_000, dtype="float32"))
             self.adapter = engine.adapter
@@ -316,7 +316,8 @@ def test_look_at_a_layer_that_is_not_there_is_refused(rng):
 
 def make_llm(family="llama", **settings):
     return LLM(
-        adopt_model(family, tiny_model(family), None), **SMALL | {"num_slots": 3_000, "correction": "drift"} | settings
+        adopt_model(family, tiny_model(family, num_hidden_layers=4), None),
+        **SMALL | {"num_slots": 3_000, "correction": "drift"} | settings,
     )
 
 

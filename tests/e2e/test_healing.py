@@ -30,7 +30,9 @@ from kvgraft.testing.registries import isolated_registries
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 ANSWER = SamplingParams(6, ignore_eos=True)
-LAYERS = {"gemma3_text": {"num_hidden_layers": 6}}
+LAYERS = {
+    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+}
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 PATIENCE_S = 120.0

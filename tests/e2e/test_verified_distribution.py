@@ -26,7 +26,7 @@ CHI_SQUARE_999 = 26.12
 @pytest.fixture(scope="module")
 def llm():
     """A tiny model, sharper than random weights are: approximate K/V change what it says."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", num_hidden_layers=4, intermediate_size=128)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

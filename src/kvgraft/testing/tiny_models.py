@@ -21,15 +21,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 24},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 24},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 24, "num_hidden_layers": 4},
     "phi3": {"pad_token_id": 0},
     "olmo2": {},
     "cohere": {},
-    "cohere2": {"sliding_window": 24},
+    "cohere2": {"sliding_window": 24, "num_hidden_layers": 4},
     "granite": {},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 32, "num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
-    "smollm3": {"pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0, "num_hidden_layers": 4},
     "glm4": {"head_dim": 32, "pad_token_id": 0},
     "gpt_neox": {},
     "ernie4_5": {"head_dim": 32},
@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {
         "head_dim": 32,
+        "num_hidden_layers": 4,
         "attention_chunk_size": 24,
         "floor_scale": 16,
         "attn_scale": 0.5,
@@ -121,12 +122,14 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
 def tiny_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: object
 ) -> PreTrainedModel:
-    """Build a decoder of `family` with 4 or 5 layers and seeded random weights; `overrides` go to its configuration."""
+    """Build a decoder of `family` with 2 to 5 layers and seeded random weights; `overrides` go to its configuration."""
+    # A test's time is that of layers, not of their width: few wide ones, so that a token costs enough to be worth a copy.
+    num_layers, width = (2, 384) if family in FAMILIES else (4, 128)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
+        "intermediate_size": width,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
