@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -48,3 +51,25 @@ def test_a_module_may_register_its_factory_when_it_is_imported(monkeypatch, tabl
     assert table.find("mine") is str
     with pytest.raises(ConfigError, match="registered already"):
         table.register("mine", str)
+
+
+def test_what_is_built_in_may_be_imported_when_it_is_asked_for(table):
+    del factories._TABLES[GROUP]
+    table = NamedFactories("thing", GROUP, "register_thing", {"later": "fractions:Fraction", "built_in": int})
+    assert (table.names, table.added, dict(table.by_name)) == (("later", "built_in"), set(), {"built_in": int})
+    with pytest.raises(ConfigError, match="'later' is registered already"):
+        table.register("later", str)
+    assert table.find("later") is table.find("later") is Fraction
+    table.register("mine", str)
+    assert (table.names, table.added) == (("later", "built_in", "mine"), {"mine"})
+    with pytest.raises(ConfigError, match="did you mean 'later'"):
+        table.find("latter")
+
+
+def test_policies_are_imported_when_they_are_used():
+    program = (
+        "import sys\nfrom kvgraft.graft.select import policy_class, policy_names\n"
+        "assert 'adaptive' in policy_names() and 'kvgraft.graft.select.adaptive' not in sys.modules\n"
+        "assert policy_class('adaptive').__module__ == 'kvgraft.graft.select.adaptive'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
