@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.loaded_lines import loaded_lines
 
-
 _DEFAULTS = """
 import kvgraft.integrations.sglang.backend
 from kvgraft.config.sglang import SGLangConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.loaded_lines import loaded_lines
 
-
 _DEFAULTS = """
 import kvgraft.integrations.vllm.connector
 from kvgraft.config import VLLMConfig
