@@ -13,7 +13,6 @@ import numpy as np
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.select.base import Observable, Observation, Recompute, SelectionContext
-from kvgraft.graft.select.draw import drawn
 from kvgraft.graft.select.ratio import RankingPolicy, best
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ class QueryAttention(RankingPolicy):
         if not num_drawn:
             positions = context.reused[best(score, budget)]
             return Recompute(positions, sample=positions)
+        from kvgraft.graft.select.draw import drawn  # loaded where some are drawn: by default none are
+
         mass = QueryAttention._score(self, context, observation) if self.draw == "attention" else None
         sample = drawn(context, num_drawn, mass)
         score[sample] = np.inf
