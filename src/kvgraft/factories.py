@@ -76,13 +76,17 @@ class NamedFactories(Generic[Factory]):
             ConfigError: There is none; names the closest.
             IntegrationError: It cannot be imported.
         """
-        if name not in self.by_name and name in self._on_use:
-            self.by_name[name] = cast("Factory", imported(self._what, self._on_use[name]))
-        elif name not in self.by_name:
-            self._load_entry_point(name)
+        if name not in self.by_name:
+            # The first one wins. The lock is not held while a module is imported: that may wait for another thread's import,
+            # which may look up a name here.
+            factory = self._imported(name)
+            with self._lock:
+                self.by_name.setdefault(name, factory)
         return self.by_name[name]
 
-    def _load_entry_point(self, name: str) -> None:
+    def _imported(self, name: str) -> Factory:
+        if name in self._on_use:
+            return cast("Factory", imported(self._what, self._on_use[name]))
         offered = {entry.name: entry for entry in entry_points(group=self._group)}
         if name not in offered:
             known = sorted({*self.names, *offered})
@@ -93,15 +97,11 @@ class NamedFactories(Generic[Factory]):
                 f"{self._group}"
             )
         try:
-            factory = offered[name].load()
+            return cast("Factory", offered[name].load())
         except Exception as error:
             raise IntegrationError(
                 f"{self._what} {name!r} ({offered[name].value}) cannot be loaded: {error}"
             ) from error
-        # The first one wins. The lock is not held while a module is imported: that may wait for another thread's import,
-        # which may look up a name here.
-        with self._lock:
-            self.by_name.setdefault(name, factory)
 
 
 def imported(what: str, name: str) -> object:
