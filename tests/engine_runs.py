@@ -11,6 +11,9 @@ from kvgraft.engine.requests.options import RequestOptions
 SMALL = {"donor_tokens": 1 << 15}
 """Settings of an engine with little text: tables for the default of 4 million tokens are a third of a short test's time."""
 
+GEMMA3 = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+"""The fewest layers of Gemma 3 of both kinds; by itself it has a full one in six."""
+
 
 def submit(engine, prompt, count, reuse="graft", selection=None):
     request = engine.builder.build(

@@ -245,9 +245,7 @@ def test_gguf_model_is_served_by_every_command_that_takes_one(capsys, tmp_path):
     from kvgraft.models import bundled_model_path
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    path = write_gguf(
-        tmp_path / "a.gguf", tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=4), tokenizer=tokenizer
-    )
+    path = write_gguf(tmp_path / "a.gguf", tiny_model("llama", vocab_size=len(tokenizer)), tokenizer=tokenizer)
     code, out, _ = run(capsys, "doctor", "--model", path, "--num-slots", "100", "--json")
     assert (code, json.loads(out)["shifted_reuse"]) == (0, "accepted")
     code, out, err = run(

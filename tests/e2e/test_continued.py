@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from tests.e2e.test_kept_kv import text_of
-from tests.engine_runs import SMALL, run_to_end
+from tests.engine_runs import GEMMA3, SMALL, run_to_end
 from tests.standins.scripted_provider import FOLDER, Script
 from tests.support.failing_policies import Failing
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
@@ -22,9 +22,7 @@ from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 from kvgraft.types import CONTINUATION, Fidelity, MissReason, Namespace, RepairTime
 
 ANSWER = SamplingParams(5, ignore_eos=True)
-LAYERS = {
-    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-}
+LAYERS = {"gemma3_text": GEMMA3}
 FRONT, DOCUMENT, TURNS, NEW = 30, 150, 10, 12
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.engine_runs import SMALL
+from tests.engine_runs import GEMMA3, SMALL
 from tests.support.families import families
 from tests.support.kept_kv import assert_donors_are_exact, assert_prefix_is_exact
 
@@ -30,9 +30,7 @@ from kvgraft.testing.registries import isolated_registries
 from kvgraft.testing.tiny_models import VOCABULARY, tiny_model
 
 ANSWER = SamplingParams(6, ignore_eos=True)
-LAYERS = {
-    "gemma3_text": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-}
+LAYERS = {"gemma3_text": GEMMA3}
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 PATIENCE_S = 120.0

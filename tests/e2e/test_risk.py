@@ -33,7 +33,7 @@ PATIENCE_S = 120.0
 
 
 def loaded(dtype=torch.float32):
-    return adopt_model("llama", tiny_model("llama", dtype=dtype, num_hidden_layers=4), None)
+    return adopt_model("llama", tiny_model("llama", dtype=dtype), None)
 
 
 @pytest.fixture(scope="module")

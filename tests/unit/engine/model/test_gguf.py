@@ -23,7 +23,7 @@ pytest.importorskip("gguf", reason="the extra kvgraft[gguf] is not installed")
 
 @pytest.fixture
 def model():
-    return tiny_model("llama")
+    return tiny_model("llama", num_hidden_layers=4)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_file_without_a_vocabulary_serves_token_ids(path, model):
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "output_norm.weight", "token_embd.weight"]
+    "name", ["blk.2.ffn_up.weight", "blk.0.attn_norm.weight", "output_norm.weight", "token_embd.weight"]
 )
 def test_missing_tensor_is_refused_and_not_made_up(path, model, name):
     text = refusal(lambda: load_model(write_gguf(path, model, change=lambda tensors: tensors.pop(name))))
@@ -138,7 +138,7 @@ def test_missing_tensor_is_refused_and_not_made_up(path, model, name):
 
 def test_tensor_of_another_shape_is_refused(path, model):
     def change(tensors):
-        tensors["blk.1.ffn_up.weight"] = tensors["blk.1.ffn_up.weight"][:-32]
+        tensors["blk.2.ffn_up.weight"] = tensors["blk.2.ffn_up.weight"][:-32]
 
     text = refusal(lambda: load_model(write_gguf(path, model, change=change)))
     assert "up_proj" in text
