@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvgraft.bench.fidelity.one_space import in_one_space
 from kvgraft.bench.fidelity.run import plan_suite
 from kvgraft.bench.fidelity.sample import blocks
 from kvgraft.bench.fidelity.subject import Subject
 from kvgraft.bench.fidelity.suites import load_suite
+from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.fidelity import divergence
 
@@ -48,7 +50,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    llm = LLM(args.model, dtype=args.dtype, heal="off", repair_below_margin=0.0)
+    config = EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)
+    llm = LLM(args.model, in_one_space(config))
     subject, rows = Subject(llm, args.max_prompt_tokens), []
     for name in args.suites:
         plan = plan_suite(load_suite(name, args.data), subject, side="all", limit=args.limit, seed=args.seed)
