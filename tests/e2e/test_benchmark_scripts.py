@@ -87,6 +87,7 @@ COVERED = HELPERS | {
     "repeated_text.py",
     "routing.py",
     "first_tokens.py",
+    "repair_designs.py",
     "run_rows.py",
     "risk_streams.py",
     "soak.py",
@@ -266,6 +267,27 @@ def test_first_tokens_are_counted_by_how_sure_they_are(load, run):
     assert [row["wait"] for row in by_margin] == sorted(row["wait"] for row in by_margin)
     assert (by_margin[0]["wait"], by_margin[-1]["wait"]) == (0.0, 1.0)
     assert by_margin[-1]["flips"] == found["summary"]["builtin"]["flips_before"]
+
+
+def test_designs_of_a_repair_are_compared_over_the_same_donors(load, run):
+    script = load("repair_designs.py")
+    code, out = run(script, "--model", "graft-tiny", "--limit", 2, "--max-prompt-tokens", 600, "--rows", 8, 100_000)
+    found = json.loads(out)
+    assert code == 0
+    assert found["rows_measured"]
+    for row in found["rows_measured"]:
+        designs = row["designs"]
+        assert len({each["kl"][0] for each in designs.values()}) == 1  # the first token comes before any of them
+        # What steps of its own compute at once is what the engine serves by default.
+        assert designs["importance:100000"]["kl"] == pytest.approx(designs["at once"]["kl"], rel=0.01, abs=1e-6)
+        assert designs["none"]["kl"] != pytest.approx(designs["at once"]["kl"], rel=0.01, abs=1e-6)
+        assert designs["importance:8"]["kl"] != designs["correction:8"]["kl"] != designs["at once"]["kl"]
+        assert row["reused"] > designs["at once"]["rows"] == designs["importance:8"]["rows"] >= row["reused"] / 10
+        assert designs["causal:100000"]["kl"][1:] == pytest.approx([0.0] * 31, abs=1e-5)  # all of it is exact
+    figures = found["summary"]["all"]
+    assert figures["none"]["time_of_token"] == {"1": 1.0, "2": 1.0, "8": 1.0, "16": 1.0, "32": 1.0}
+    low, high = figures["at once"]["kl_2_to_32_ci"]
+    assert low <= figures["at once"]["kl_2_to_32"] <= high
 
 
 def test_a_repeated_text_is_compared_with_one_that_is_said_once(load, run):
