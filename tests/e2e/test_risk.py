@@ -71,11 +71,11 @@ def behind(rng, document, count=50):
 
 def greedy_logits(llm, prompt, count):
     """Return the logits that a greedy answer is drawn from, row by row, without leaving a trace."""
-    token_ids = []
-    while len(token_ids) < count:
-        rows = llm.score(prompt, [*token_ids, 5, 5], "graft").logits
-        token_ids.append(int(rows[len(token_ids)].argmax()))
-    return list(rows[:count])
+    with llm.probe(prompt, count) as probe:
+        rows = [probe.first_logits]
+        while len(rows) < count:
+            rows.append(probe.feed(len(rows) - 1, np.array([int(rows[-1].argmax())]))[0])
+    return rows
 
 
 def loss_of(loss, part, full, served):

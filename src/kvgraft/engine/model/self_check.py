@@ -146,13 +146,11 @@ def find_rope(adapter: TransformersAdapter, tolerance: float) -> tuple[list[Rope
 @torch.inference_mode()
 def _single_token_keys(model: PreTrainedModel, positions: np.ndarray) -> list[Tensor]:
     """Keys (num_positions, num_kv_heads, head_dim) per layer of one token that is alone at each position."""
-    token = torch.from_numpy(probe_tokens(model, 1)).to(model.device)[None]
-    caches = []
-    for position in positions:
-        place = torch.tensor([[int(position)]], device=model.device)
-        caches.append(cache_of(model(input_ids=token, position_ids=place, use_cache=True)))
-    num_layers = len(caches[0].layers)
-    return [torch.cat([cache.layers[layer].keys[0].transpose(0, 1) for cache in caches]) for layer in range(num_layers)]
+    token = torch.from_numpy(probe_tokens(model, 1)).to(model.device).expand(len(positions), 1)
+    cache = cache_of(
+        model(input_ids=token, position_ids=torch.from_numpy(positions[:, None]).to(model.device), use_cache=True)
+    )
+    return [layer.keys[:, :, 0] for layer in cache.layers]
 
 
 def _check_slots(adapter: TransformersAdapter, kv_indices: np.ndarray) -> None:

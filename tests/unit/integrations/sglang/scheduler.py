@@ -428,9 +428,10 @@ class Scheduler:
     def run_rows(self, token_ids, rows, attention):
         """What SGLang's model does in a pass of ours: contents instead of K/V."""
         entry, numbers = self.recomputed_of, []
+        before = list(enumerate(self.contents_of(entry.row)))  # what the pass computes is written at its end
         for token, row in zip(token_ids.tolist(), rows.tolist(), strict=True):
             tokens = tuple(entry.req.full_untruncated_fill_ids)
-            seen = [(at, self.content(each)) for at, each in enumerate(entry.row[:row])]
+            seen = before[:row]
             generation = generation_after(seen, tokens)
             weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
             content = Content(token, row, entry.req.cache_salt or "", tokens[: row + 1], None, generation, weights)
@@ -468,7 +469,7 @@ class Scheduler:
             got = self.tree.allocate(missing * self.page_size)
             assert got is not None
             spare += got.tolist()
-        seen = [(at, self.content(each)) for at, each in enumerate(entry.row)]
+        seen = list(enumerate(self.contents_of(entry.row)))
         exact = all(each.prefix == tuple(tokens[: at + 1]) for at, each in seen)
         generation = generation_after(seen, tokens)
         weights = frozenset({self.weights}.union(*(each.weights for _, each in seen)))
@@ -511,7 +512,7 @@ class Scheduler:
 
     def release(self, entry):
         req = entry.req
-        self.had[req.rid, len(entry.attempts)].append([self.content(slot) for slot in entry.row])
+        self.had[req.rid, len(entry.attempts)].append(self.contents_of(entry.row))
         ranges = subtract([(req.kv.cache_protected_len, len(entry.row))], self.reuse.publishing.adopted(req))
         for start, stop in ranges:
             self.tree.free(entry.row[start:stop])
@@ -526,6 +527,10 @@ class Scheduler:
     def content(self, slot):
         return self.contents[int(self.values[slot, 0, 0])]
 
+    def contents_of(self, slots):
+        """`content` of many slots; one call of torch."""
+        return [self.contents[int(number)] for number in self.values[list(slots), 0, 0].tolist()]
+
     # What must hold
 
     def check_sources(self, entry):
@@ -536,7 +541,7 @@ class Scheduler:
                 continue
             self.named_sources += 1
             start = source["position"]
-            own = [self.content(entry.row[span.target_start + at]) for at in range(span.length)]
+            own = self.contents_of(entry.row[span.target_start : span.target_start + span.length])
             known = self.had[source["request"], source["attempt"]]
             assert any(
                 all(a is b for a, b in zip(own, had[start : start + span.length], strict=True))
@@ -577,7 +582,7 @@ class Scheduler:
     def check_rows(self):
         for entry in self.running:
             tokens = entry.req.full_untruncated_fill_ids
-            assert [self.content(slot).token for slot in entry.row] == list(tokens[: len(entry.row)])
+            assert [each.token for each in self.contents_of(entry.row)] == list(tokens[: len(entry.row)])
             cosines, sines = self.keys[entry.row, 0].unbind(-1)
             turn = 2 * np.pi / STEP
             error = torch.atan2(sines, cosines) / STEP - torch.arange(len(entry.row))
