@@ -27,13 +27,13 @@ runpy.run_module("kvgraft", run_name="__main__")
 """
 
 IN_A_STEP = """
-import sys, torch
+import sys, time, torch
 from kvgraft.cli import main
 from kvgraft.engine import core
 def hang(*_, **__):
     sys.stderr.write("hangs\\n")
     while True:
-        torch.ones(96, 96) @ torch.ones(96, 96)
+        {work}
 {method} = hang
 sys.exit(main(["serve", "--port", "0", "--num-slots", "600", "--shutdown-grace-s", "0.5"]))
 """
@@ -75,7 +75,7 @@ def test_an_interrupt_in_an_import_is_one_line(module):
 
 def test_an_interrupt_while_the_model_is_checked_is_one_line():
     """The engine's thread is in torch then; an interpreter that ends beside it aborts."""
-    with child(IN_A_STEP.format(method="core.self_check")) as process:
+    with child(IN_A_STEP.format(method="core.self_check", work="torch.ones(96, 96) @ torch.ones(96, 96)")) as process:
         read_until(process.stderr, "hangs")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
@@ -83,7 +83,7 @@ def test_an_interrupt_while_the_model_is_checked_is_one_line():
 
 
 def test_sigterm_ends_a_server_whose_engine_does_not_end_its_step():
-    with child(IN_A_STEP.format(method="core.Engine.check")) as process:
+    with child(IN_A_STEP.format(method="core.Engine.check", work="time.sleep(0.1)")) as process:
         url = read_until(process.stdout, "serves").split(" at ")[1].split("/v1")[0]
         with contextlib.suppress(urllib.error.HTTPError):
             urllib.request.urlopen(url + "/health", timeout=PATIENCE_S)
