@@ -8,8 +8,8 @@ prompt of a single token is enough: it attends only to itself, so its hidden sta
 layer's key is a pure function of token and position. That also shows which layers rotate at all and how their channels pair
 up.
 
-"Equal" is to rounding: within a tolerance, or, where a float32 model differs from itself by more when its prompt is cut in
-the same pieces, within twice that.
+"Equal" is to rounding: within a tolerance, or within twice what the model differs from itself by: a float32 model where its
+prompt is cut in the same pieces, one in half precision where it is computed in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.engine.model.own_noise import MOST_NOISE, own_noise
+from kvgraft.engine.model.own_noise import MOST_NOISE, own_noise, own_rounding
 from kvgraft.engine.model.probe_tokens import probe_tokens
 from kvgraft.engine.model.rope_lengths import check_lengths
 from kvgraft.errors import ModelError
@@ -195,6 +195,25 @@ def _forward_error(adapter: TransformersAdapter, kv_indices: np.ndarray) -> floa
 
 def _require_rounding(adapter: TransformersAdapter, kv_indices: np.ndarray, error: float, tolerance: float) -> None:
     """Accept an error above `tolerance` that the model has against itself, too; raises `ModelError` otherwise."""
+    dtype = adapter.model.dtype
+    if dtype == torch.float32:
+        noise, where = _noise_in_pieces(adapter, kv_indices), "where its prompt is computed in pieces, as kvgraft does"
+    else:
+        noise, where = _noise_of_rounding(adapter), "where it is computed in float32"
+    allowed = tolerance if noise > MOST_NOISE[dtype] else max(tolerance, _TIMES_NOISE * noise)
+    if error <= allowed:
+        return
+    differs = f"self-check failed: logits differ from the model's own by {error:.1e} (allowed {allowed:.1e})"
+    if error <= _TIMES_NOISE * noise:
+        own = "fails" if math.isinf(noise) else f"by {noise:.1e}"
+        raise ModelError(f"{differs}, and its own {own} {where}; serve it without kvgraft")
+    raise ModelError(
+        f"{differs}, which is more than rounding; kvgraft does not understand this architecture, serve it without kvgraft "
+        "and report the model type"
+    )
+
+
+def _noise_in_pieces(adapter: TransformersAdapter, kv_indices: np.ndarray) -> float:
     if adapter.states is None:
         prompts = [(probe_tokens(adapter.model, _PROMPT_TOKENS), list(_CUTS))]
     else:
@@ -202,20 +221,12 @@ def _require_rounding(adapter: TransformersAdapter, kv_indices: np.ndarray, erro
 
         prompts = cut_prompts(adapter, kv_indices)
     with adapter.stock() as model:
-        noise = own_noise(model, prompts)
-    allowed = tolerance if noise > MOST_NOISE else max(tolerance, _TIMES_NOISE * noise)
-    if error <= allowed:
-        return
-    differs = f"self-check failed: logits differ from the model's own by {error:.1e} (allowed {allowed:.1e})"
-    if error <= _TIMES_NOISE * noise:
-        own = "fails" if math.isinf(noise) else f"by {noise:.1e}"
-        raise ModelError(
-            f"{differs}, and its own {own} where its prompt is computed in pieces, as kvgraft does; serve it without kvgraft"
-        )
-    raise ModelError(
-        f"{differs}, which is more than rounding; kvgraft does not understand this architecture, serve it without kvgraft "
-        "and report the model type"
-    )
+        return own_noise(model, prompts)
+
+
+def _noise_of_rounding(adapter: TransformersAdapter) -> float:
+    with adapter.stock() as model:
+        return own_rounding(model, probe_tokens(model, _PROMPT_TOKENS))
 
 
 def _length_error(adapter: TransformersAdapter, kv_indices: np.ndarray, longest: int, tolerance: float) -> float:
