@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
     workers = [parse_worker(text) for text in args.worker]
     with bind(args.host, args.port) as listener:
         log_format.configure_logging("text")
-        tokenizer = None if args.model == "none" else load_tokenizer(args.model)
         router = Router(workers, policy=args.policy, max_tokens=args.max_tokens, max_in_flight=args.max_in_flight)
-        keep_alive_s = args.sse_keep_alive_interval or None
-        context = RouterContext(router, PromptReader(tokenizer), gateway, keep_alive_s=keep_alive_s)
         try:
+            tokenizer = None if args.model == "none" else load_tokenizer(args.model)
+            keep_alive_s = args.sse_keep_alive_interval or None
+            context = RouterContext(router, PromptReader(tokenizer), gateway, keep_alive_s=keep_alive_s)
             serve(
                 create_app(context),
                 listener,
