@@ -77,11 +77,11 @@ def main() -> int:
     return 0
 
 
-def server_of(args: argparse.Namespace, folder: Path) -> EngineServer:
-    """Return a server of the engine with kvgraft, not yet started."""
+def server_of(args: argparse.Namespace, folder: Path, store: str = "") -> EngineServer:
+    """Return a server of the engine with kvgraft, not yet started; with a store of donors if one is named."""
     engine = ENGINES[NAMES[args.engine]]
     model = args.model or bundled_model_path()
-    site = Site(model, args.threads, 4_096, folder, kv_tokens=120_000, root=args.root)
+    site = Site(model, args.threads, 4_096, folder, kv_tokens=120_000, root=args.root, store=store)
     widened = replace(engine, command=lambda *given: [*engine.command(*given), *OPTIONS[args.engine]])
     return EngineServer(widened, "kvgraft", site, args.port)
 

@@ -2,11 +2,12 @@
 
     python benchmarks/record.py one-text-vllm -- python benchmarks/engines/one_text.py --engine vllm
 
-One server per run, with kvgraft. In every round each kind gets a document of its own and as many requests about it, each
-after a head and before a question of its own: `off` reuses nothing, `new` is asked with defaults about text that nobody has
-computed, `known` about text that was read before. Prints one JSON object with medians over rounds: seconds to the first
-token (median, 95th percentile) and until all are answered, the 95th percentile in times of the median, and by how much all
-come sooner than with `off`.
+One server per run, with kvgraft and a store in a directory. In every round each kind gets a document of its own and as many
+requests about it, each after a head and before a question of its own: `off` reuses nothing, `new` is asked with defaults
+about text that nobody has computed, `known` about text that was read before, `stored` about text that a server before this
+one has read: it lies in the store alone. Prints one JSON object with medians over rounds: seconds to the first token (median, 95th
+percentile) and until all are answered, the 95th percentile in times of the median, and by how much all come sooner than with
+`off`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from burst_stalls import NAMES, first_token_s, server_of, words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from suite_servers import EngineServer
     from vllm_server import Json
 
-KINDS = ("off", "new", "known")
+KINDS = ("off", "new", "known", "stored")
+_PATIENCE_S = 300.0
 _NUM_TOKENS = 4
 
 
@@ -46,19 +49,47 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8_794)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="folder of the environments")
     args = parser.parse_args()
-    rng, rows = random.Random(0), []
-    with tempfile.TemporaryDirectory() as folder, server_of(args, Path(folder)) as server:
-        for number in range(args.rounds + 1):  # the first is not counted
-            for kind in rng.sample(KINDS, len(KINDS)):
-                document = words(rng, args.document_tokens)
-                if kind == "known":
-                    server.ask(words(rng, 50) + document)
-                prompts = [words(rng, 50) + document + words(rng, 40) for _ in range(args.requests)]
-                row = {"round": number, "kind": kind, **burst(args, prompts, kind)}
-                print(json.dumps(row), file=sys.stderr, flush=True)
-                rows += [row] if number else []
+    rng = random.Random(0)
+    stored = [words(rng, args.document_tokens) for _ in range(args.rounds + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        with server_of(args, Path(folder), f"file:{store}") as server:
+            for document in stored:
+                server.ask(words(rng, 50) + document)
+            await_files(store, len(stored))
+        with server_of(args, Path(folder), f"file:{store}") as server:
+            for _ in range(3):  # a store is looked into beside the first requests
+                server.ask(words(rng, 200))
+                time.sleep(2.0)
+            rows = measure(server, args, rng, stored)
     print(json.dumps({"engine": args.engine, "summary": summary(rows), "rows": rows}, indent=1))
     return 0
+
+
+def measure(
+    server: EngineServer, args: argparse.Namespace, rng: random.Random, stored: Sequence[Sequence[int]]
+) -> list[Json]:
+    """Return a row for each round and kind; the first round is not counted."""
+    rows: list[Json] = []
+    for number, in_store in enumerate(stored):
+        for kind in rng.sample(KINDS, len(KINDS)):
+            document = in_store if kind == "stored" else words(rng, args.document_tokens)
+            if kind == "known":
+                server.ask(words(rng, 50) + document)
+            prompts = [words(rng, 50) + document + words(rng, 40) for _ in range(args.requests)]
+            row = {"round": number, "kind": kind, **burst(args, prompts, kind)}
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            rows += [row] if number else []
+    return rows
+
+
+def await_files(store: Path, count: int) -> None:
+    """Wait until a server has written so many donors."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(list(store.rglob("*.safetensors"))) < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {count} documents were stored in {_PATIENCE_S:.0f} s")
+        time.sleep(0.2)
 
 
 def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], kind: str) -> Json:

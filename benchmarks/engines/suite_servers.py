@@ -55,6 +55,7 @@ class Site:
         host_bytes: Host memory of donors; None is each engine's default.
         kv_tokens: That K/V have room for; vLLM takes whole GiB, one at least.
         root: Folder of the environments `.venv`, `.venv-vllm` and `.venv-sglang`.
+        store: Of donors, as the setting of that name; none by default.
     """
 
     model: Path
@@ -64,6 +65,11 @@ class Site:
     host_bytes: str | None = None
     kv_tokens: int = _TOKENS_PER_GIB
     root: Path = _ROOT
+    store: str = ""
+
+    def settings(self) -> dict[str, str]:
+        """Settings of kvgraft for this site that are not the defaults, by name."""
+        return {name: value for name, value in (("host_bytes", self.host_bytes), ("store", self.store)) if value}
 
     def python(self, venv: str) -> str:
         """Interpreter of an environment; raises `ServerError` if it is not there."""
@@ -203,12 +209,12 @@ def _embedded(site: Site, variant: str, port: int) -> list[str]:
         "--kv-bytes": site.kv_tokens * (1 << 30) // _TOKENS_PER_GIB,
         "--reuse": modes[variant],
     }
-    values |= {"--host-bytes": site.host_bytes} if site.host_bytes else {}
+    values |= {f"--{name.replace('_', '-')}": value for name, value in site.settings().items()}
     return ["-m", "kvgraft", "serve", *_words(values)]
 
 
 def _vllm(site: Site, variant: str, port: int) -> list[str]:
-    extra = {"kv_connector_extra_config": {"host_bytes": site.host_bytes}} if site.host_bytes else {}
+    extra = {"kv_connector_extra_config": site.settings()} if site.settings() else {}
     transfer = {"kvgraft": CONNECTOR | extra, SEAM: IDLE_CONNECTOR}.get(variant)
     settings = ServerSettings(
         site.root / ".venv-vllm",
@@ -251,7 +257,7 @@ def _sglang_environ(site: Site, variant: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(site.threads),
         "PYTHONPATH": path,
         "KVGRAFT_STATE_DIR": str(site.folder / f"sglang-{variant}"),
-        **({"KVGRAFT_HOST_BYTES": site.host_bytes} if site.host_bytes else {}),
+        **{f"KVGRAFT_{name.upper()}": value for name, value in site.settings().items()},
     }
 
 

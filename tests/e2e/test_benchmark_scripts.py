@@ -1056,10 +1056,10 @@ class TestEngines:
                 "all_s": 2 * seconds * number,
             }
             for number in (1, 2, 3)
-            for kind, seconds in zip(script.KINDS, (8.0, 4.0, 2.0), strict=True)
+            for kind, seconds in zip(script.KINDS, (8.0, 4.0, 2.0, 1.0), strict=True)
         ]
         found = script.summary(rows)
-        assert [found[kind]["sooner_than_off"] for kind in script.KINDS] == [1, 2, 4]
+        assert [found[kind]["sooner_than_off"] for kind in script.KINDS] == [1, 2, 4, 8]
         assert (found["new"]["first_p50_s"], found["new"]["all_s"]) == (8, 16)
         assert {found[kind]["p95_times_p50"] for kind in script.KINDS} == {1.5}
 
