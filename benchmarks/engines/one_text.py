@@ -5,9 +5,9 @@
 One server per run, with kvgraft and a store in a directory. In every round each kind gets a document of its own and as many
 requests about it, each after a head and before a question of its own: `off` reuses nothing, `new` is asked with defaults
 about text that nobody has computed, `known` about text that was read before, `stored` about text that a server before this
-one has read: it lies in the store alone. Prints one JSON object with medians over rounds: seconds to the first token (median, 95th
-percentile) and until all are answered, the 95th percentile in times of the median, and by how much all come sooner than with
-`off`.
+one has read: it lies in the store alone. Prints one JSON object with medians over rounds: seconds to the first token (median,
+95th percentile) and until all are answered, the 95th percentile in times of the median, and by how much all come sooner than
+with `off`.
 """
 
 from __future__ import annotations
