@@ -158,9 +158,11 @@ def measured(llm: LLM, subject: Subject, step: SampledRequest, rows: list[int]) 
     found: dict[str, object] = {}
     reused = 0
     for design in designs(rows):
-        answer, reused = given(llm, prompt, np.asarray(full.token_ids), design)
+        answer, copied = given(llm, prompt, np.asarray(full.token_ids), design)
         if answer is None:
+            found.clear()  # a prompt that says much twice is repaired before its first token, whatever the design
             break
+        reused = copied if design == "none" else reused
         found[design] = {
             "kl": [float(f"{kl:.4g}") for kl in divergence(full.logits, answer.logits).token_kl],
             "seconds": [round(seconds, 4) for seconds in answer.times_s],
