@@ -64,7 +64,7 @@ def own_rounding(model: PreTrainedModel, token_ids: TokenArray) -> float:
     except Exception:
         logger.exception("the model's own forward pass fails in float32")
         return math.inf
-    return float((own - wide).abs().max() / wide.abs().max())
+    return _relative(own, wide)
 
 
 @contextmanager
@@ -107,7 +107,11 @@ def _difference(model: PreTrainedModel, token_ids: TokenArray, cuts: Sequence[in
         output = model(input_ids=_batch(model, piece), use_cache=True, **cache_argument(model, cache))
         cache = cache_of(output)
         pieces.append(output.logits[0].float())
-    difference = float((torch.cat(pieces) - whole).abs().max() / whole.abs().max())
+    return _relative(torch.cat(pieces), whole)
+
+
+def _relative(logits: Tensor, reference: Tensor) -> float:
+    difference = float((logits - reference).abs().max() / reference.abs().max())
     return math.inf if math.isnan(difference) else difference
 
 
