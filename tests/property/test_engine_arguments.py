@@ -77,6 +77,9 @@ def sampling_params(values):
 @settings(max_examples=30)
 @example({"seed": 2**64})
 @example({"temperature": 1e-300})
+@example({"temperature": 2**64})  # torch knows no integer that large
+@example({"repetition_penalty": 2**64})
+@example({"logit_bias": ((7, 2**64), (8, -(2**64)))})
 @example({"stop": "abc"})
 def test_sampling_parameters_are_refused_or_work(llm, expected, values):
     sampling = sampling_params(values)

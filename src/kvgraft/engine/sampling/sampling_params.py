@@ -102,6 +102,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or _is_integer(value, 0), name, "is an integer, 0 or more, or None", value)
+        # Integers may be larger than any that torch calculates with.
+        for name in ("temperature", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in self.logit_bias))
 
     def _check_distribution(self) -> None:
         _require(_is_number(self.temperature, 0), "temperature", "is a number from 0 (greedy) on", self.temperature)
