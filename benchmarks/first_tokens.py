@@ -29,6 +29,8 @@ from kvgraft.engine import LLM, SamplingParams
 from kvgraft.fidelity import divergence
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from kvgraft.bench.fidelity.sample import SampledRequest
@@ -53,17 +55,23 @@ def main() -> int:
     config = EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)
     llm = LLM(args.model, in_one_space(config))
     subject, rows = Subject(llm, args.max_prompt_tokens), []
+    for suite, step in sampled(llm, subject, args):
+        row = measured(llm, subject, step)
+        if row is not None:
+            rows.append({"suite": suite, **row})
+            print(len(rows), rows[-1], file=sys.stderr, flush=True)
+    print(json.dumps({**vars(args), "rows": rows, "summary": summary(rows, args)}, indent=1))
+    return 0
+
+
+def sampled(llm: LLM, subject: Subject, args: argparse.Namespace) -> Iterator[tuple[str, SampledRequest]]:
+    """Yield the sampled requests of all suites; nothing is known before those that share documents."""
     for name in args.suites:
         plan = plan_suite(load_suite(name, args.data), subject, side="all", limit=args.limit, seed=args.seed)
         for block in blocks(plan.requests, plan.sample.indices, subject.fits):
             llm.reset()
             for step in block:
-                row = measured(llm, subject, step)
-                if row is not None:
-                    rows.append({"suite": name, **row})
-                    print(len(rows), rows[-1], file=sys.stderr, flush=True)
-    print(json.dumps({**vars(args), "rows": rows, "summary": summary(rows, args)}, indent=1))
-    return 0
+                yield name, step
 
 
 def measured(llm: LLM, subject: Subject, step: SampledRequest) -> dict[str, object] | None:

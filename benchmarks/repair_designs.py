@@ -27,11 +27,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
+from first_tokens import sampled
 from kvgraft.bench.fidelity.one_space import in_one_space
-from kvgraft.bench.fidelity.run import plan_suite
-from kvgraft.bench.fidelity.sample import blocks
 from kvgraft.bench.fidelity.subject import Subject
-from kvgraft.bench.fidelity.suites import load_suite
 from kvgraft.config import EngineConfig
 from kvgraft.engine import LLM, SamplingParams
 from kvgraft.engine.requests.options import RequestOptions
@@ -136,15 +134,11 @@ def main() -> int:
     args = parser.parse_args()
     llm = LLM(args.model, in_one_space(EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)))
     subject, rows = Subject(llm, args.max_prompt_tokens), []
-    for name in args.suites:
-        plan = plan_suite(load_suite(name, args.data), subject, side="all", limit=args.limit, seed=args.seed)
-        for block in blocks(plan.requests, plan.sample.indices, subject.fits):
-            llm.reset()
-            for step in block:
-                row = measured(llm, subject, step, args.rows)
-                if row is not None:
-                    rows.append({"suite": name, **row})
-                    print(len(rows), name, row["num_tokens"], row["reused"], file=sys.stderr, flush=True)
+    for suite, step in sampled(llm, subject, args):
+        row = measured(llm, subject, step, args.rows)
+        if row is not None:
+            rows.append({"suite": suite, **row})
+            print(len(rows), suite, row["num_tokens"], row["reused"], file=sys.stderr, flush=True)
     print(json.dumps({**vars(args), "rows_measured": rows, "summary": summary(rows, args)}, indent=1))
     return 0
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from burst_stalls import NAMES, first_token_s, server_of, words
+from vllm_restart import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm_server import Json
 
 KINDS = ("off", "new", "known", "stored")
-_PATIENCE_S = 300.0
 _NUM_TOKENS = 4
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         with server_of(args, Path(folder), f"file:{store}") as server:
             for document in stored:
                 server.ask(words(rng, 50) + document)
-            await_files(store, len(stored))
+            wait_for(store, len(stored))
         with server_of(args, Path(folder), f"file:{store}") as server:
             for _ in range(3):  # a store is looked into beside the first requests
                 server.ask(words(rng, 200))
@@ -81,15 +81,6 @@ def measure(
             print(json.dumps(row), file=sys.stderr, flush=True)
             rows += [row] if number else []
     return rows
-
-
-def await_files(store: Path, count: int) -> None:
-    """Wait until a server has written so many donors."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while len(list(store.rglob("*.safetensors"))) < count:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {count} documents were stored in {_PATIENCE_S:.0f} s")
-        time.sleep(0.2)
 
 
 def burst(args: argparse.Namespace, prompts: Sequence[Sequence[int]], kind: str) -> Json:
