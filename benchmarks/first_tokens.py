@@ -36,24 +36,16 @@ if TYPE_CHECKING:
     from kvgraft.bench.fidelity.sample import SampledRequest
     from kvgraft.types import TokenArray
 
-_RESAMPLES = 4_000
+RESAMPLES = 4_000
 _NAME = re.compile(r'"name": "([^"]+)"')
 
 
 def main() -> int:
     """Print the record's JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", default="../shared/data/dev")
-    parser.add_argument("--suites", nargs="+", default=["builtin"])
-    parser.add_argument("--limit", type=int, default=60, help="requests per suite")
-    parser.add_argument("--max-prompt-tokens", type=int, default=2_048)
+    parser = suite_parser(__doc__, limit=60, max_prompt_tokens=2_048)
     parser.add_argument("--margins", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0])
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    config = EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)
-    llm = LLM(args.model, in_one_space(config))
+    llm = opened(args)
     subject, rows = Subject(llm, args.max_prompt_tokens), []
     for suite, step in sampled(llm, subject, args):
         row = measured(llm, subject, step)
@@ -62,6 +54,24 @@ def main() -> int:
             print(len(rows), rows[-1], file=sys.stderr, flush=True)
     print(json.dumps({**vars(args), "rows": rows, "summary": summary(rows, args)}, indent=1))
     return 0
+
+
+def suite_parser(doc: str, *, limit: int, max_prompt_tokens: int) -> argparse.ArgumentParser:
+    """Return a parser of what says which requests are asked, and of which model."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data", default="../shared/data/dev")
+    parser.add_argument("--suites", nargs="+", default=["builtin"])
+    parser.add_argument("--limit", type=int, default=limit, help="requests per suite")
+    parser.add_argument("--max-prompt-tokens", type=int, default=max_prompt_tokens)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def opened(args: argparse.Namespace) -> LLM:
+    """Return the model, of which no first token waits."""
+    return LLM(args.model, in_one_space(EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)))
 
 
 def sampled(llm: LLM, subject: Subject, args: argparse.Namespace) -> Iterator[tuple[str, SampledRequest]]:
@@ -115,7 +125,7 @@ def summary(rows: list[dict], args: argparse.Namespace) -> dict[str, object]:
         if not mine:
             continue
         margin, after, before = (np.array([row[name] for row in mine], float) for name in ("margin", "after", "before"))
-        drawn = np.random.default_rng(args.seed).integers(len(mine), size=(_RESAMPLES, len(mine)))
+        drawn = np.random.default_rng(args.seed).integers(len(mine), size=(RESAMPLES, len(mine)))
         choices = [row for row in mine if "choice_after" in row]
         found[suite] = {
             "n": len(mine),

@@ -17,7 +17,6 @@ tokens 2-8 and 2-32 and the median time of tokens 2, 8, 16 and 32 as a multiple 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -27,11 +26,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from first_tokens import sampled
-from kvgraft.bench.fidelity.one_space import in_one_space
+from first_tokens import RESAMPLES, interval, opened, sampled, suite_parser
 from kvgraft.bench.fidelity.subject import Subject
-from kvgraft.config import EngineConfig
-from kvgraft.engine import LLM, SamplingParams
+from kvgraft.engine import SamplingParams
 from kvgraft.engine.requests.options import RequestOptions
 from kvgraft.engine.requests.repair import RepairRules
 from kvgraft.fidelity import divergence
@@ -44,12 +41,14 @@ from kvgraft.graft.steps import GraftSteps, Scope
 from kvgraft.types import RepairTime
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from kvgraft.bench.fidelity.sample import SampledRequest
+    from kvgraft.engine import LLM
     from kvgraft.engine.core import Engine
     from kvgraft.engine.kv.request_kv import RequestKV
     from kvgraft.graft.model import SequenceOutput
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
 
 _NUM_TOKENS = 32
 _ALL_ROWS = 1 << 20
-_RESAMPLES = 4_000
 _TIMED = (1, 2, 8, 16, 32)
 
 
@@ -122,17 +120,10 @@ class Answer:
 
 def main() -> int:
     """Print the record's JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", default="../shared/data/dev")
-    parser.add_argument("--suites", nargs="+", default=["builtin"])
-    parser.add_argument("--limit", type=int, default=20, help="requests per suite")
-    parser.add_argument("--max-prompt-tokens", type=int, default=4_096)
+    parser = suite_parser(__doc__, limit=20, max_prompt_tokens=4_096)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64], help="rows of a step")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    llm = LLM(args.model, in_one_space(EngineConfig(dtype=args.dtype, heal="off", repair_below_margin=0.0)))
+    llm = opened(args)
     subject, rows = Subject(llm, args.max_prompt_tokens), []
     for suite, step in sampled(llm, subject, args):
         row = measured(llm, subject, step, args.rows)
@@ -187,7 +178,7 @@ def given(llm: LLM, prompt: TokenArray, answer: TokenArray, design: str) -> tupl
         again = served.report.recomputed_tokens + healed
         return (Answer(served.logits, served.cpu_times_s, again) if served.report.spans else None), copied
     policy = Scheduled(ratio=0.1, rows=int(rows or _ALL_ROWS), corrects_first=kind == "correction")
-    engine = llm._engine
+    engine = llm.engine
     request = engine.builder.build(prompt, RequestOptions(sampling, selection=policy, repair="after"))
     kv = engine.manager.begin(request, leaves_trace=False)
     try:
@@ -240,7 +231,7 @@ def summary(rows: list[dict], args: argparse.Namespace) -> dict[str, object]:
     for suite in (*args.suites, "all"):
         mine = [row["designs"] for row in rows if suite in (row["suite"], "all")]
         if mine:
-            drawn = np.random.default_rng(args.seed).integers(len(mine), size=(_RESAMPLES, len(mine)))
+            drawn = np.random.default_rng(args.seed).integers(len(mine), size=(RESAMPLES, len(mine)))
             found[suite] = {design: figures([row[design] for row in mine], mine, drawn) for design in mine[0]}
     return found
 
@@ -255,7 +246,7 @@ def figures(answers: list[dict], mine: list[dict], drawn: NDArray[np.int64]) -> 
         "n": len(answers),
         "kl_2_to_8": float(kl[:, 1:8].mean()),
         "kl_2_to_32": float(means.mean()),
-        "kl_2_to_32_ci": np.quantile(means[drawn].mean(1), [0.025, 0.975]).tolist(),
+        "kl_2_to_32_ci": interval(means, drawn),
         "rows": float(np.mean([each["rows"] for each in answers])),
         "time_of_token": {str(each): float(np.median(seconds[:, each - 1] / least[:, each - 1])) for each in _TIMED},
     }

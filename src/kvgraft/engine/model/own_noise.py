@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvgraft.graft.rope_proof import relative_error
 from kvgraft.model_cache import cache_argument, cache_of
 
 if TYPE_CHECKING:
@@ -57,14 +58,14 @@ def own_rounding(model: PreTrainedModel, token_ids: TokenArray) -> float:
     Weights are widened one module at a time, in copies: memory is that of the largest module twice. Infinite where the model
     fails in float32.
     """
-    own = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0, -1].float()
+    own = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0, -1]
     try:
         with _widened(model):
-            wide = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0, -1].float()
+            wide = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0, -1]
     except Exception:
         logger.exception("the model's own forward pass fails in float32")
         return math.inf
-    return _relative(own, wide)
+    return relative_error(own, wide)
 
 
 @contextmanager
@@ -85,34 +86,25 @@ def _widened(model: PreTrainedModel) -> Iterator[None]:
 
     hooks = []
     for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            hooks += [
-                module.register_forward_pre_hook(widen),
-                module.register_forward_hook(give_back, always_call=True),
-            ]
+        hooks += [module.register_forward_pre_hook(widen), module.register_forward_hook(give_back)]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for module in list(narrow):
+        for module in reversed(list(narrow)):  # those whose forward pass failed, the innermost first
             give_back(module)
 
 
 def _difference(model: PreTrainedModel, token_ids: TokenArray, cuts: Sequence[int]) -> float:
-    whole = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0].float()
+    whole = model(input_ids=_batch(model, token_ids), use_cache=False).logits[0]
     pieces: list[Tensor] = []
     cache = None
     for piece in np.split(token_ids, list(cuts)):
         output = model(input_ids=_batch(model, piece), use_cache=True, **cache_argument(model, cache))
         cache = cache_of(output)
-        pieces.append(output.logits[0].float())
-    return _relative(torch.cat(pieces), whole)
-
-
-def _relative(logits: Tensor, reference: Tensor) -> float:
-    difference = float((logits - reference).abs().max() / reference.abs().max())
-    return math.inf if math.isnan(difference) else difference
+        pieces.append(output.logits[0])
+    return relative_error(torch.cat(pieces), whole)
 
 
 def _batch(model: PreTrainedModel, token_ids: TokenArray) -> Tensor:
