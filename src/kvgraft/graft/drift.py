@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift_estimate import DriftEstimator, KernelRidge, ReusedKV
+from kvgraft.graft.float8 import bounded, is_float8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,4 +112,5 @@ def drift_correction(name: str) -> DriftCorrection | None:
 
 def _add(rest: Tensor, shift: Tensor) -> Tensor:
     """Return the sum, in the memory of the float32 `shift` if `rest` has the same dtype."""
-    return shift.add_(rest).to(rest.dtype)
+    corrected = shift.add_(rest.float() if is_float8(rest.dtype) else rest)  # torch adds no 8-bit numbers
+    return bounded(corrected, rest.dtype).to(rest.dtype)

@@ -15,6 +15,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from kvgraft.graft.float8 import bounded
+
 
 class RopePairing(StrEnum):
     """Pairs of channels that are rotated together."""
@@ -103,6 +105,6 @@ def _rotate_into(result: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, pairing
         result.addcmul_(partners, torch.cat((-sin, sin), -1))
     else:
         a, b = keys[..., first].to(torch.float32), keys[..., second].to(torch.float32)
-        result[..., first] = (a * cos).addcmul_(b, sin, value=-1.0)
-        result[..., second] = (b * cos).addcmul_(a, sin)
+        result[..., first] = bounded((a * cos).addcmul_(b, sin, value=-1.0), result.dtype)
+        result[..., second] = bounded((b * cos).addcmul_(a, sin), result.dtype)
         result[..., 2 * half :] = keys[..., 2 * half :]

@@ -30,6 +30,18 @@ def packs(isa):
     return write
 
 
+def packs_8_bits(isa, name):
+    """The same of 8 bits: the operation takes bfloat16 and a cache of bytes."""
+
+    def write(numbers_of_keys, numbers_of_values, cache, slots):
+        num_blocks, num_heads, block_size, _ = cache.shape
+        halves = cache.view(torch.uint8).view(num_blocks, num_heads, 2 * block_size, -1).chunk(2, dim=2)
+        keys, values = (numbers.float().bfloat16() for numbers in (numbers_of_keys, numbers_of_values))
+        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=name)
+
+    return write
+
+
 @pytest.fixture(scope="module")
 def packs_tiles():
     """vLLM's operation packs tiles; which of its builds is loaded is the processor's matter, and that for AVX2 cannot."""
@@ -53,6 +65,14 @@ def test_what_vllm_packs_is_found_and_read(isa, kind, block_size, dim, request):
     keys, values = torch.randn(2, len(slots), HEADS, dim).bfloat16()
     packs(isa)(keys, values, cache, slots)
     assert all(torch.equal(*pair) for pair in zip(codec.read(cache, slots), (keys, values), strict=True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+@pytest.mark.parametrize(("block_size", "dim"), [(32, 32), (128, 64)])
+def test_8_bits_in_tiles_are_found_and_read(name, dtype, block_size, dim, packs_tiles):
+    cache = torch.zeros(3, HEADS, block_size, 2 * dim, dtype=dtype)
+    codec = choose_codec(cache, HEADS, dim, block_size, packs_8_bits("amx", name))
+    assert isinstance(codec, PairedTilesCodec)
 
 
 def unpacked(key_tiles, value_tiles):

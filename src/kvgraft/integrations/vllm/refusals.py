@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _DRAFTS_FROM_TEXT = frozenset({"ngram", "suffix"})
 """Methods of speculative decoding that draft from text alone."""
 
-_PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
@@ -40,8 +40,8 @@ def refused_engine(config: VLLMConfig, vllm_config: VllmConfig, kv_cache_config:
         "LoRA is not supported: gaps are computed outside the batch that adapters are chosen for": (
             vllm_config.lora_config is not None
         ),
-        f"a KV cache of type {vllm_config.cache_config.cache_dtype} is not supported; use --kv-cache-dtype auto": (
-            vllm_config.cache_config.cache_dtype not in _PLAIN_CACHE_DTYPES
+        f"a KV cache of type {vllm_config.cache_config.cache_dtype} is not supported; use auto or fp8": (
+            vllm_config.cache_config.cache_dtype not in _CACHE_DTYPES
         ),
         "encoder-decoder models are not supported": bool(getattr(model, "is_encoder_decoder", False)),
     }

@@ -51,7 +51,11 @@ def test_drafts_that_have_no_kv_are_not_refused():
         ({"speculative_config": NGRAM, "scheduler_config": {"async_scheduling": True}}, "ngram and suffix alone"),
         ({"speculative_config": NGRAM, "use_v2_model_runner": True}, "ngram and suffix alone"),
         ({"lora_config": object()}, "LoRA"),
-        ({"cache_config": {"cache_dtype": "fp8"}}, "use --kv-cache-dtype auto"),
+        (
+            {"cache_config": {"cache_dtype": "fp8_per_token_head"}},
+            "fp8_per_token_head is not supported; use auto or fp8",
+        ),
+        ({"cache_config": {"cache_dtype": "turboquant_k8v4"}}, "use auto or fp8"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling models"),
         ({"aux_output_config": {"enabled": True}}, "routed_experts"),

@@ -81,6 +81,17 @@ def test_the_codec_that_fits_is_found_and_reads_and_writes_as_the_engine(case, d
     assert torch.equal(by_codec, cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_8_bits_are_found_read_and_written(case, dtype):
+    make, engine_write, kind = CASES[case]
+    cache = make().to(dtype)
+    codec = choose_codec(cache, HEADS, DIM, BLOCK, engine_write)
+    assert isinstance(codec, kind)
+    with pytest.raises(IntegrationError, match="--kv-cache-dtype auto"):
+        choose_codec(cache, HEADS, DIM, BLOCK, lambda keys, values, *to: engine_write(values, keys, *to))
+
+
 def amx_write(block, dim):
     """CPU attention with AMX: a tile is 16 rows of 16 pairs; keys pair channels of 16 tokens, values pair tokens."""
 

@@ -60,7 +60,14 @@ class Home:
         def write(layer, keys, values):
             cache(layer)[:, positions] = torch.stack([keys, values])
 
-        return SimpleNamespace(read=lambda layer: cache(layer)[:, positions].clone().unbind(), write=write)
+        def stored(keys, values):
+            return keys.to(self.caches[0].dtype), values.to(self.caches[0].dtype)
+
+        return SimpleNamespace(
+            read=lambda layer: cache(layer)[:, positions].clone().unbind(),
+            write=write,
+            layer=lambda _: SimpleNamespace(stored=stored),
+        )
 
 
 class Model:

@@ -73,7 +73,9 @@ class Home:
 
     def __init__(self, model):
         self.layers = range(len(WINDOWS))
-        self.group = SimpleNamespace(layers=[SimpleNamespace(module=module) for module in model.attention])
+        self.group = SimpleNamespace(
+            layers=[SimpleNamespace(module=module, scales=(1.0, 1.0)) for module in model.attention]
+        )
 
     def place(self, positions):
         modules = self.group.layers

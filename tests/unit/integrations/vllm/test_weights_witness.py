@@ -39,6 +39,17 @@ def test_a_parameter_that_is_replaced_is_noticed(model):
     assert witness.has_changed()
 
 
+@pytest.mark.parametrize("name", ["_k_scale", "_v_scale"])
+def test_another_scale_of_8_bit_keys_or_values_is_noticed_once(model, name):
+    for scale in ("_k_scale", "_v_scale"):
+        model[3].register_buffer(scale, torch.tensor(1.0))
+    witness = WeightsWitness(model)
+    assert not witness.has_changed()
+    getattr(model[3], name).fill_(0.5)
+    assert witness.has_changed()
+    assert not witness.has_changed()
+
+
 def test_a_model_without_parameters_has_nothing_to_change():
     assert not WeightsWitness(nn.ReLU()).has_changed()
 

@@ -1,9 +1,10 @@
 """Keys and values in tiles of 16 rows of 16 pairs, as the matrix instructions of AMX read them.
 
-Layout of vLLM's CPU attention in bfloat16 on processors with AMX (0.24 to 0.33, head widths and blocks that are multiples
-of 32). Per block and head the first half of the bytes holds the keys as `(block / 16, dim / 2, 16, 2)`: a row has one pair
-of channels of 16 tokens. The second half holds the values as `(dim / 16, block / 2, 16, 2)`: a row has 16 channels of one
-pair of tokens. Read from vLLM's operation, which packs without AMX too; attention over it was never run by us.
+Layout of vLLM's CPU attention for models in bfloat16 on processors with AMX (0.24 to 0.33, head widths and blocks that are
+multiples of 32), of K/V in bfloat16 and of 8 bits alike. Per block and head the first half of the bytes holds the keys as
+`(block / 16, dim / 2, 16, 2)`: a row has one pair of channels of 16 tokens. The second half holds the values as
+`(dim / 16, block / 2, 16, 2)`: a row has 16 channels of one pair of tokens. Read from vLLM's operation, which packs without
+AMX too; attention over it was never run by us.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvgraft.graft.float8 import is_float8
 from kvgraft.integrations.vllm.codec.cpu import halves, is_cpu_cache
 
 if TYPE_CHECKING:
@@ -28,9 +30,10 @@ class PairedTilesCodec:
     block_axis = 0
 
     def matches(self, cache: Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> bool:
-        """Require the shape of the CPU's packed layout, in the one dtype that is tiled."""
+        """Require the shape of the CPU's packed layout, in a dtype that is tiled."""
         is_tiled = head_dim % (_PAIR * _ROWS) == 0 and block_size % (_PAIR * _ROWS) == 0
-        return is_tiled and cache.dtype == torch.bfloat16 and is_cpu_cache(cache, (num_kv_heads, head_dim), block_size)
+        is_tiled = is_tiled and (cache.dtype == torch.bfloat16 or is_float8(cache.dtype))
+        return is_tiled and is_cpu_cache(cache, (num_kv_heads, head_dim), block_size)
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """O(num_slots * heads * dim)."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvgraft.errors import IntegrationError
+from kvgraft.graft.float8 import is_float8
+from kvgraft.graft.words import WORDS
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
 from kvgraft.integrations.vllm.codec.scratch import scratch_laid_out_as
 from kvgraft.integrations.vllm.codec.split import SplitCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -55,7 +57,7 @@ def _codecs(cache: Tensor) -> tuple[KVCodec, ...]:
         return (packed, *split)
     from kvgraft.integrations.vllm.codec.cpu import TransposedKeysCodec
 
-    if cache.dtype != torch.bfloat16:  # others are not tiled
+    if cache.dtype != torch.bfloat16 and not is_float8(cache.dtype):  # others are not tiled
         return (packed, TransposedKeysCodec(), *split)
     from kvgraft.integrations.vllm.codec.amx import PairedTilesCodec
 
@@ -64,6 +66,8 @@ def _codecs(cache: Tensor) -> tuple[KVCodec, ...]:
 
 def _remedy(cache: Tensor) -> str:
     report = "please report the attention backend"
+    if is_float8(cache.dtype):
+        return f"start with --kv-cache-dtype auto, or {report}"
     if cache.device.type == "cpu" and cache.dtype != torch.float32:
         return f"start with --dtype float32, which vLLM's CPU kernels lay out more simply, or {report}"
     return report
@@ -82,17 +86,27 @@ def _is_right(
     some = torch.tensor([block_size + 1, 0, 2 * block_size - 1, 3, block_size])
     for chosen in (some, torch.randperm(2 * block_size, generator=generator)):
         slots = chosen.to(cache.device)
-        keys, values = (
-            torch.randn((len(slots), *shape), generator=generator).to(cache.device, cache.dtype) for _ in range(2)
-        )
+        keys, values = (_numbers((len(slots), *shape), generator).to(cache.device, cache.dtype) for _ in range(2))
         memory.zero_()
         engine_write(keys, values, cache, slots)
         by_engine = memory.clone()
         read_keys, read_values = codec.read(cache, slots)
-        if not (torch.equal(read_keys, keys) and torch.equal(read_values, values)):
+        if not (_same_bits(read_keys, keys) and _same_bits(read_values, values)):
             return False
         memory.zero_()
         codec.write(cache, slots, keys, values)
-        if not torch.equal(memory, by_engine):
+        if not _same_bits(memory, by_engine):
             return False
     return True
+
+
+def _numbers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Draw numbers none of which becomes 0 in 8 bits, whose sign engines drop."""
+    drawn = torch.randn(shape, generator=generator)
+    return drawn + drawn.sign() / 8
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare tensors of one type; torch does not compare 8-bit numbers as such."""
+    word = WORDS[one.element_size()]
+    return torch.equal(one.contiguous().view(word), other.contiguous().view(word))

@@ -27,7 +27,7 @@ def description_of(
     found: dict[str, object] = {
         "attention_backends": sorted({layer.module.get_attn_backend().get_name() for layer in layers}),
         "kv_layouts": sorted({layer.codec.name for layer in layers}),
-        "kv_dtype": ", ".join(sorted({str(layer.cache.dtype).removeprefix("torch.") for layer in layers})),
+        "kv_dtype": ", ".join(sorted({str(layer.dtype).removeprefix("torch.") for layer in layers})),
         "kv_cache_groups": [
             f"{len(group.layers)} layers, blocks of {group.block_size}"
             + (f", window {group.window}" if group.window else "")

@@ -110,7 +110,7 @@ class DriftPass:
     def _correct(self, group: _CorrectedGroup, number: int, inputs: AttentionInputs) -> None:
         reused, rest = group.sample.read(number), group.rest.read(number)
         # Rounded as they will lie in the cache: what did not move shows no movement.
-        new = inputs.keys[group.rows].to(reused[0].dtype), inputs.values[group.rows].to(reused[1].dtype)
+        new = group.sample.layer(number).stored(inputs.keys[group.rows], inputs.values[group.rows])
         corrected = self._correction.corrected(group.layout, new, reused, rest, self._rope[number])
         group.rest.write(number, *corrected)
 

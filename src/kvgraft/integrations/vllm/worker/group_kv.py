@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.integrations.vllm.worker.layers import LayerGroup
+    from kvgraft.integrations.vllm.worker.layers import AttentionLayer, LayerGroup
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
 
 _NO_LIMIT = np.iinfo(np.int64).max
@@ -33,13 +33,18 @@ class GroupPlace:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """See `KVPlace.read`."""
-        index = layer - self.home.group.first_layer
-        return self.home.group.layers[index].read(self.home.caches[index], self.slots)
+        return self.layer(layer).read(self._cache(layer), self.slots)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """See `KVPlace.write`."""
-        index = layer - self.home.group.first_layer
-        self.home.group.layers[index].write(self.home.caches[index], self.slots, keys, values)
+        self.layer(layer).write(self._cache(layer), self.slots, keys, values)
+
+    def layer(self, number: int) -> AttentionLayer:
+        """Return the layer with this number among all."""
+        return self.home.group.layers[number - self.home.group.first_layer]
+
+    def _cache(self, number: int) -> Tensor:
+        return self.home.caches[number - self.home.group.first_layer]
 
 
 class GroupKV(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +37,16 @@ class AttentionLayer:
     spec: AttentionSpec
     codec: KVCodec
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers in the cache."""
+        return self.cache.dtype
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What the numbers of keys and of values are to be multiplied with."""
+        return 1.0, 1.0
+
     @cached_property
     def rows(self) -> tuple[RowShape, RowShape]:
         """A token's keys and values, as `read` gives them."""
@@ -44,7 +54,7 @@ class AttentionLayer:
         return RowShape.of(keys), RowShape.of(values)
 
     def read(self, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values `(num_slots, num_kv_heads, head_dim)` out of `cache`."""
+        """Copy keys and values `(num_slots, num_kv_heads, head_dim)` out of `cache`, as stored."""
         return self.codec.read(cache, slots)
 
     def scratch(self, num_blocks: int) -> Tensor:
@@ -52,11 +62,15 @@ class AttentionLayer:
         return scratch_like(self.cache, num_blocks, self.codec.block_axis)
 
     def write(self, cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values, through the engine's own operation where there is one: it is the fastest."""
+        """Store keys and values as `read` gives them, by the engine's own operation if there is one: it is the fastest."""
         if not hasattr(self.module.impl, "do_kv_cache_update"):
             self.codec.write(cache, slots, keys, values)
             return
-        _engine_write(self.module, keys.to(cache.dtype), values.to(cache.dtype), cache, slots)
+        engine_write(self.module, *self.stored(keys, values), cache, slots)
+
+    def stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return computed keys and values as the layer would store them."""
+        return keys.to(self.dtype), values.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,19 +152,20 @@ def _layer(
     codecs: dict[tuple[object, ...], KVCodec],
 ) -> AttentionLayer:
     spec = _in_blocks_of(cache, spec)
+    if cache.dtype == torch.uint8:
+        from kvgraft.integrations.vllm.worker.float8_layer import Float8Layer, float8_codec, float8_type
+
+        codec = float8_codec(cache, module, spec)
+        return Float8Layer(name, module, cache, spec, codec, float8_type(module))
     layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
     if layout not in codecs:
-        codecs[layout] = choose_codec(
-            cache,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.block_size,
-            lambda keys, values, into, slots: _engine_write(module, keys, values, into, slots),
-        )
+        store = partial(engine_write, module)
+        codecs[layout] = choose_codec(cache, spec.num_kv_heads, spec.head_size, spec.block_size, store)
     return AttentionLayer(name, module, cache, spec, codecs[layout])
 
 
-def _engine_write(module: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:  # noqa: ANN401
+def engine_write(module: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:  # noqa: ANN401
+    """Store computed keys and values with the engine's own operation; raises `IntegrationError` if it has none."""
     update = getattr(module.impl, "do_kv_cache_update", None)
     if update is None:
         raise IntegrationError(

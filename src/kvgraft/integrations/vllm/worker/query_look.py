@@ -10,7 +10,7 @@ the same rows.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+    from kvgraft.integrations.vllm.worker.layers import AttentionLayer
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LookedAtLayer:
-    """One attention layer, by its number among all, and the number of its group."""
+    """One attention layer, by its number among all, and the number of its group; `rule` is for keys as they are stored."""
 
     number: int
     group: int
-    module: Any
+    layer: AttentionLayer
     rule: AttentionRule
 
     def gather(self, homes: Sequence[GroupKV], rows: NDArray[np.int64]) -> GatheredKV:
@@ -76,7 +77,7 @@ class QueryLook:
         self._mass = torch.zeros(num_tokens, device=rank.device)
         self._kept: list[tuple[_LookedAtLayer, NDArray[np.int64], Tensor]] = []
         self._layers = [
-            _LookedAtLayer(number, group, layer.module, attention_rule(layer.module))
+            _LookedAtLayer(number, group, layer, _rule_for_stored(layer))
             for group, home in enumerate(homes)
             for number, layer in zip(home.layers, home.group.layers, strict=True)
         ]
@@ -123,7 +124,7 @@ class QueryLook:
 
         def compare(layer: _LookedAtLayer, query: Tensor, output: Tensor) -> None:
             formed = attend(layer.rule, _query_rows(rows, query), layer.gather(homes, rows), self._mass, 0)
-            found.append((output.reshape(formed.shape), formed))
+            found.append((output.reshape(formed.shape), formed * layer.layer.scales[1]))
 
         with self._hooked(compare):
             yield found
@@ -134,14 +135,19 @@ class QueryLook:
         failure = KeptFailure()
 
         def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> None:  # noqa: ANN401
-            failure.safely(lambda: look(layer, AttentionInputs.of(layer.module, args, kwargs).query, output))
+            failure.safely(lambda: look(layer, AttentionInputs.of(layer.layer.module, args, kwargs).query, output))
 
         with ExitStack() as stack:
             for layer in self._layers:
-                handle = layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
+                handle = layer.layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             yield
         failure.reraise()
+
+
+def _rule_for_stored(layer: AttentionLayer) -> AttentionRule:
+    rule = attention_rule(layer.module)
+    return replace(rule, scale=rule.scale * layer.scales[0])
 
 
 def _query_rows(rows: NDArray[np.int64], query: Tensor) -> QueryRows:

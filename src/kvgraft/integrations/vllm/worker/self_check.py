@@ -7,6 +7,7 @@ prompt computed in one run.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import DriftCorrection
 from kvgraft.graft.drift_estimate import MeanShift
 from kvgraft.graft.drift_layout import DriftRun
+from kvgraft.graft.float8 import bounded, is_float8
 from kvgraft.graft.model import DriftRuns
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error
@@ -29,6 +31,7 @@ from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -54,10 +57,11 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
     Raises:
         IntegrationError: Something could not be proved; says what.
     """
-    dtype = rank.groups[0].layers[0].cache.dtype
-    tolerance = TOLERANCE.get(dtype)
-    if tolerance is None:
-        raise IntegrationError(f"KV cache of dtype {dtype} is not supported; use auto, float16, bfloat16 or float32")
+    dtypes = {layer.dtype for group in rank.groups for layer in group.layers}
+    if unknown := dtypes - TOLERANCE.keys():
+        names = ", ".join(map(str, unknown))
+        raise IntegrationError(f"KV cache of dtype {names} is not supported; use auto, float16, bfloat16 or fp8")
+    tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     found = replace(rank, rope=_find_rope(rank, tolerance))
     _check_gaps(found, tolerance)
     if Observable.QUERY_ATTENTION in observes:
@@ -141,15 +145,34 @@ def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]
 
 
 def _lone_token_keys(rank: RankModel, positions: Sequence[int]) -> list[Tensor]:
-    """Return per layer the keys `(num_positions, num_kv_heads, head_dim)` of one token that is alone at each position."""
+    """Return per layer the keys `(num_positions, num_kv_heads, head_dim)` of one token that is alone at each position.
+
+    Those of 8-bit layers are taken on their way into the cache: what is left of them there shows no rotation well.
+    """
     token, first = _probe_tokens(rank, 1), np.zeros(1, np.int64)
+    coarse = [layer.module for group in rank.groups for layer in group.layers if is_float8(layer.dtype)]
     found: list[list[Tensor]] = []
     for position in positions:
         # Every block is block 0, and the position is a multiple of the block size: the token lies in slot 0.
         homes = [PagedKV.scratch(group, np.zeros(position // group.block_size + 1, np.int32)) for group in rank.groups]
-        rank.run(token, RowRuns.lone(position), homes)
-        found.append([home.place(first).read(number)[0] for home in homes for number in home.layers])
+        with _keys_on_their_way(coarse) as passed:
+            rank.run(token, RowRuns.lone(position), homes)
+        found.append(
+            [
+                passed[layer.module] if layer.module in passed else home.place(first).read(number)[0]
+                for home in homes
+                for number, layer in zip(home.layers, home.group.layers, strict=True)
+            ]
+        )
     return [torch.cat(keys) for keys in zip(*found, strict=True)]
+
+
+def _keys_on_their_way(modules: Sequence[nn.Module]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
+    if not modules:
+        return nullcontext({})
+    from kvgraft.integrations.vllm.worker.float8_layer import keys_on_their_way
+
+    return keys_on_their_way(modules)
 
 
 def _check_gaps(rank: RankModel, tolerance: float) -> None:
@@ -219,7 +242,8 @@ def _move(rank: RankModel, homes: Sequence[GroupKV], positions: np.ndarray) -> N
             if rope is not None:
                 turn = RopeShift.between(torch.zeros_like(at), at, rope.inv_freq)
                 by_keys = rotate_keys(by_keys, turn, rope.pairing)
-            place.write(number, (keys.float() + by_keys).to(keys.dtype), (values.float() + by_values).to(values.dtype))
+            moved = [bounded(old.float() + by, old.dtype) for old, by in ((keys, by_keys), (values, by_values))]
+            place.write(number, moved[0].to(keys.dtype), moved[1].to(values.dtype))
 
 
 def _shift_like(tokens: Tensor, generator: torch.Generator) -> Tensor:

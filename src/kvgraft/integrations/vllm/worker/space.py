@@ -24,7 +24,7 @@ def row_layout(rank: RankModel) -> RowLayout:
     fields = []
     for group in rank.groups:
         for layer in group.layers:
-            one = Field(layer.spec.num_kv_heads, layer.spec.head_size, layer.cache.dtype)
+            one = Field(layer.spec.num_kv_heads, layer.spec.head_size, layer.dtype)
             fields += [one, one]
     return RowLayout(tuple(fields), json.dumps([_described(spec) for spec in rank.rope]))
 

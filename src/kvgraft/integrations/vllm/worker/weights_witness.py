@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _ELEMENTS = 16
+_SCALES = ("_k_scale", "_v_scale")
+"""Buffers of vLLM's attention layers, from a checkpoint or from the first batch."""
 
 
 class WeightsWitness:
-    """Remembers some elements of every parameter, which an update of a model does not leave as they are.
+    """Remembers some elements of every parameter, and the scales of 8-bit K/V, which an update does not leave as they are.
 
     Even a step of training in bfloat16 changes one element in ten or more: thousands of them do not all stay the same. An
     update of a few elements of a parameter may go unseen; only a digest of all of them, which a reset asks for, is a proof.
@@ -30,7 +32,10 @@ class WeightsWitness:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)
+            (module, name)
+            for module in model.modules()
+            for name in (*(name for name, _ in module.named_parameters(recurse=False)), *_SCALES)
+            if hasattr(module, name)
         ]
         self._seen = self._look()
 
