@@ -23,7 +23,7 @@ class SGLangConfig(AdapterSettings):
     # The backend computes single tokens again, and sums what the query attends to, in passes of its own; the logits of a
     # pass and the keys of early layers it does not show.
     phase_cost_tokens: int = setting(
-        0, "computed tokens that one more scheduler step is worth; 0 takes 32 on a CPU and 256 on a GPU", REUSE, low=0
+        0, "computed tokens that one more scheduler step is worth; 0 takes 96 on a CPU and 256 on a GPU", REUSE, low=0
     )
     report_file: str = setting(
         "", "file that gets one JSON line per request, for kvgraft explain", _REPORTS, may_be_empty=True

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PHASE_TOKENS = {"cpu": 32, "cuda": 256}
+_PHASE_TOKENS = {"cpu": 96, "cuda": 256}
 """Computed tokens that one more small forward pass costs.
 
 On a CPU measured here (docs/benchmarks.md); on a GPU the ratio of arithmetic to memory bandwidth, 2 * 295 FLOP per byte of an
