@@ -19,8 +19,8 @@ STAGES = {
     "spans written": (f"{WORKER}.group_kv", "PagedKV.prepare"),
     "batch built": (f"{WORKER}.sparse_pass", "virtual_batch"),
     "keys compared": (f"{WORKER}.group_kv", "GroupPlace.read"),
-    "keys summed": (f"{WORKER}.passes", "KeyDeviationPass.deviation"),
-    "later layers": (f"{WORKER}.passes", "LaterLayersPass.__init__"),
+    "keys summed": (f"{WORKER}.key_deviation", "KeyDeviationPass.deviation"),
+    "later layers": (f"{WORKER}.key_deviation", "LaterLayersPass.__init__"),
     "query kept": (f"{WORKER}.query_look", "QueryLook._keep"),
     "attention observed": (f"{WORKER}.query_look", "QueryLook.observe"),
     "attention summed": (f"{WORKER}.graft_job", "summed_over_ranks"),
@@ -36,7 +36,7 @@ STAGES = {
     "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
     "query looked at": (f"{WORKER}.self_check", "QueryLook"),
     "drift looked at": (f"{WORKER}.self_check", "DriftPass"),
-    "layers found": (f"{WORKER}.self_check", "DecoderStack.of"),
+    "layers found": (f"{WORKER}.key_deviation", "DecoderStack.of"),
     "weights looked at": (f"{WORKER}.graft_worker", "WeightsWitness"),
 }
 """Where a rank may fail, by what it does there."""

@@ -18,7 +18,6 @@ from kvgraft.integrations.vllm.worker.group_kv import GroupKV, PagedKV
 from kvgraft.integrations.vllm.worker.passes import (
     AllLayersPass,
     GraftedPrompt,
-    KeyDeviationPass,
 )
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
 from kvgraft.integrations.vllm.worker.ranks import all_ranks, summed_over_ranks
@@ -209,22 +208,24 @@ class GraftJob:
             self._finish()
         return len(rows)
 
-    def _begin_pass(self, planned: PlannedPass, observed: KeyDeviationPass | None = None) -> None:
+    def _begin_pass(self, planned: PlannedPass, observed: GraftPass | None = None) -> None:
         """Lay out this rank's part of a pass; the hidden states of `observed` continue through the later layers."""
         command, prompt, rows = self.command, self._prompt, planned.rows
         self._planned, self._look = planned, None
         if planned.deviation_layer:
             assert self._rank.stack is not None, "the self-check finds it where the policy observes keys"
             reused = np.setdiff1d(rows, command.plan.compute, assume_unique=True)
+            from kvgraft.integrations.vllm.worker.key_deviation import KeyDeviationPass
+
             self._pass: GraftPass = KeyDeviationPass(prompt, rows, self._rank.stack, reused=reused)
             return
         if planned.observe_query:
             self._look = QueryLook(self._rank, self._homes, self._steps.query, command.plan.num_tokens)
-        if observed is not None and observed.covers(rows):
-            self._planned = replace(planned, drift=DriftPlan(len(rows)))
-            whole: GraftPass = observed.later_layers(rows)
-        else:
+        whole = None if observed is None else observed.continued(rows)
+        if whole is None:
             whole = AllLayersPass(prompt, rows, planned.drift, self._look)
+        else:
+            self._planned = replace(planned, drift=DriftPlan(len(rows)))
         if self._captured is None:
             self._captured = whole  # all gaps are in the first pass
         elif len(rows):
@@ -237,10 +238,8 @@ class GraftJob:
         self._steps.ran(self._planned)
         if self.waits_for_repair:
             return self._is_unsure(last) and self._choose()
-        observed = last if isinstance(last, KeyDeviationPass) else None
-        deviation = None if observed is None else observed.deviation()
-        mass = self._seen_mass()
-        return self._go_on(lambda: self._steps.next(Observation(None, mass, deviation)), observed)
+        deviation, mass = last.deviation(), self._seen_mass()
+        return self._go_on(lambda: self._steps.next(Observation(None, mass, deviation)), last)
 
     def _is_unsure(self, answered: GraftPass) -> bool:
         """Return whether the first token waits for the repair after all, as the question's last row has it; all ranks ask."""
@@ -265,7 +264,7 @@ class GraftJob:
         self._look.observe(self._homes)
         return summed_over_ranks(self._look.mass).numpy()
 
-    def _go_on(self, plan: Callable[[], PlannedPass | None], observed: KeyDeviationPass | None = None) -> bool:
+    def _go_on(self, plan: Callable[[], PlannedPass | None], observed: GraftPass | None = None) -> bool:
         """Begin the pass that the policy wants; return False if it wants none."""
         planned, failure = None, None
         try:

@@ -1,4 +1,4 @@
-"""Passes of a graft over its prompt, cut into pieces: all layers, or the first ones to observe keys and then the rest.
+"""Passes of a graft over its prompt, cut into pieces; those that observe keys are in `key_deviation.py`.
 
 A pass through all layers may be watched by a `QueryLook`, and may correct tokens that stay reused by those that it computes
 (`DriftPass`).
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
-from kvgraft.integrations.vllm.worker.ranks import summed_over_ranks
 from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 
 if TYPE_CHECKING:
@@ -29,10 +27,7 @@ if TYPE_CHECKING:
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
     from kvgraft.integrations.vllm.worker.query_look import QueryLook
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
-    from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
-
-CHECK_LAYER = 1
-"""The first layer with keys that depend on the text before a token."""
+    from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +58,15 @@ class GraftPass(ABC):
     def is_done(self) -> bool:
         """Whether all rows are computed."""
         return self._done == len(self._rows)
+
+    def deviation(self) -> NDArray[np.float32] | None:
+        """Return how far computed keys are from reused ones, float32 per position, if it was observed; all ranks must ask."""
+        return None
+
+    def continued(self, rows: NDArray[np.int64]) -> GraftPass | None:
+        """Return the pass that takes `rows` on from here through the layers that this one left out, if it can."""
+        del rows
+        return None
 
     def advance(self, max_rows: int) -> NDArray[np.int64]:
         """Compute the next rows and return them: at most `max_rows`, unless rows that go together are more.
@@ -143,68 +147,3 @@ class AllLayersPass(GraftPass):
             if drift is not None:
                 stack.enter_context(DriftPass(prompt.homes, prompt.rank.rope, rows, drift).correcting())
             self._last = prompt.rank.run(prompt.token_ids[rows], RowRuns.of(rows), prompt.homes)
-
-
-class KeyDeviationPass(GraftPass):
-    """Every position through the layers up to `CHECK_LAYER`; keeps hidden states, 2 * width numbers per position.
-
-    Source: CacheBlend, https://arxiv.org/abs/2405.16444.
-    """
-
-    def __init__(
-        self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack, *, reused: NDArray[np.int64]
-    ) -> None:
-        """Compute `rows`, and compare the keys of those that are `reused`, ascending."""
-        super().__init__(prompt, rows)
-        self._stack = stack
-        self._reused = reused
-        self._first = int(rows[0])
-        self._states: list[tuple[Tensor, Tensor]] = []
-        self._deviation = torch.zeros(int(rows[-1]) + 1)
-
-    def deviation(self) -> NDArray[np.float32]:
-        """Return float32 per position, summed over the check layer's channels and all ranks' heads; all ranks must ask."""
-        found: NDArray[np.float32] = summed_over_ranks(self._deviation).numpy()
-        return found
-
-    def covers(self, rows: NDArray[np.int64]) -> bool:
-        """Return whether this pass has the hidden states of all `rows`."""
-        return not len(rows) or int(rows[0]) >= self._first
-
-    def later_layers(self, rows: NDArray[np.int64]) -> LaterLayersPass:
-        """Return the pass that continues with `rows` from here."""
-        hidden, residual = (torch.cat([state[part] for state in self._states]) for part in (0, 1))
-        chosen = torch.from_numpy(rows - self._first).to(hidden.device)
-        return LaterLayersPass(self._prompt, rows, self._stack, (hidden[chosen], residual[chosen]))
-
-    def _run(self, rows: NDArray[np.int64]) -> None:
-        prompt = self._prompt
-        reused = self._reused[(self._reused >= rows[0]) & (self._reused <= rows[-1])]
-        place = prompt.homes[0].place(reused)
-        before = place.read(CHECK_LAYER)[0]
-        tokens = torch.from_numpy(prompt.token_ids[rows]).to(prompt.rank.device)
-        with prompt.rank.batch(RowRuns.of(rows), prompt.homes) as positions:
-            hidden = self._stack.embed(tokens)
-            hidden, residual = self._stack.run(positions, hidden, None, 0, CHECK_LAYER + 1)
-        assert residual is not None
-        self._states.append((hidden, residual))
-        after = place.read(CHECK_LAYER)[0]
-        self._deviation[torch.from_numpy(reused)] = (after.float() - before.float()).square().sum((1, 2)).cpu()
-
-
-class LaterLayersPass(GraftPass):
-    """Chosen positions through the layers after `CHECK_LAYER`, from the hidden states of a `KeyDeviationPass`."""
-
-    def __init__(
-        self, prompt: GraftedPrompt, rows: NDArray[np.int64], stack: DecoderStack, states: tuple[Tensor, Tensor]
-    ) -> None:
-        """Take hidden states and residuals of `rows`, each `(num_rows, width)`."""
-        super().__init__(prompt, rows)
-        self._stack = stack
-        self._hidden, self._residual = states
-
-    def _run(self, rows: NDArray[np.int64]) -> None:
-        prompt, stack = self._prompt, self._stack
-        part = slice(self._done, self._done + len(rows))
-        with prompt.rank.batch(RowRuns.of(rows), prompt.homes) as positions:
-            stack.run(positions, self._hidden[part], self._residual[part], CHECK_LAYER + 1, len(stack.layers))

@@ -26,7 +26,6 @@ from kvgraft.graft.select import Observable
 from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
-from kvgraft.integrations.vllm.worker.sparse_pass import DecoderStack, RankModel
 from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
     from kvgraft.graft.rope import RopeSpec
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
+    from kvgraft.integrations.vllm.worker.key_deviation import DecoderStack
+    from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 _PROMPT_TOKENS = 48
 _PROBED_BLOCKS = (0, 1, 3, 10)
@@ -70,6 +71,8 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
         _check_drift(found, tolerance)
     if Observable.KEY_DEVIATION not in observes:
         return found
+    from kvgraft.integrations.vllm.worker.key_deviation import DecoderStack
+
     stack = DecoderStack.of(found)
     _check_stack(found, stack, tolerance)
     return replace(found, stack=stack)
@@ -118,6 +121,11 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
         compute = getattr(module, "_compute_inv_freq", None)  # there is no public accessor
         if callable(compute) and hasattr(module, "base"):
             candidates.append(compute(module.base))
+        buffer = getattr(
+            module, "inv_freq", None
+        )  # of transformers' modules, which vLLM runs where it has none of its own
+        if isinstance(buffer, torch.Tensor) and buffer.ndim == 1:
+            candidates.append(buffer)
         cache = getattr(module, "cos_sin_cache", None)
         if isinstance(cache, torch.Tensor) and cache.ndim == 2 and len(cache) > 1:
             cos, sin = cache[1].float().chunk(2)
