@@ -72,6 +72,8 @@ FAMILIES = {
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**_SHAPE)),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SHAPE, head_dim=32)),
     "gemma3": _gemma3,
+    # vLLM has no model of its own for it: it runs that of transformers, whose layers call attention by other ways.
+    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SHAPE)),
 }
 
 HYBRIDS = {"jamba": _jamba}

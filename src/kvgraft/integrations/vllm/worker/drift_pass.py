@@ -1,8 +1,8 @@
 """Drift correction while a graft's rows are computed: what `graft/drift.py` computes, from and to the request's blocks.
 
-The seam is PyTorch's forward pre-hook on the attention modules. It fires before the layer's own write: the sampled
-tokens' new K/V are the module's arguments, what was reused lies in the cache still, and what is written here is what the
-layer attends to. So rows are better in the layers above by what was corrected below, as in the embedded engine.
+The seam are the calls of the attention modules, before the layer's own write: the sampled tokens' new K/V are the module's
+arguments, what was reused lies in the cache still, and what is written here is what the layer attends to. So rows are better
+in the layers above by what was corrected below, as in the embedded engine.
 
 Tensor-parallel ranks each correct the K/V heads that they hold, without a word to one another. Shifts are the same on any
 number of ranks where heads are taken one by one (`MeanShift`) or weights depend on positions alone (`KernelRidge` as it is by
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from kvgraft.graft.drift_layout import RunLayout
-from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure
+from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure, calls_seen
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,8 +102,8 @@ class DriftPass:
         with ExitStack() as stack:
             for home, group in zip(self._homes, self._groups, strict=True):
                 for number, layer in zip(home.layers, home.group.layers, strict=True):
-                    called = partial(hook, group, number)
-                    stack.callback(layer.module.register_forward_pre_hook(called, with_kwargs=True).remove)
+                    called = partial(hook, group, number, layer.module)
+                    stack.enter_context(calls_seen(layer.module, before=called))
             yield
         failure.reraise()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.codec import choose_codec
-from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs
+from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, calls_seen
 from kvgraft.integrations.vllm.worker.layers import AttentionLayer, engine_write
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ def keys_on_their_way(modules: Sequence[nn.Module]) -> Iterator[dict[nn.Module, 
     """Yield a dictionary that takes the keys with which each of `modules` is called while the block runs the model."""
     found: dict[nn.Module, Tensor] = {}
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         found[module] = AttentionInputs.of(module, args, kwargs).keys.clone()
 
     with ExitStack() as stack:
         for module in modules:
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(calls_seen(module, before=partial(keep, module)))
         yield found
 
 

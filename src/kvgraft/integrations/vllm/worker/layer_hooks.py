@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Result = TypeVar("Result")
 
@@ -31,6 +32,35 @@ class AttentionInputs:
             given["key"].reshape(-1, num_kv_heads, width),
             given["value"].reshape(-1, num_kv_heads, width),
         )
+
+
+@contextmanager
+def calls_seen(
+    module: nn.Module,
+    *,
+    before: Callable[[Any, Any], object] = lambda args, kwargs: None,
+    after: Callable[[Any, Any, Tensor], object] = lambda args, kwargs, output: None,
+) -> Iterator[None]:
+    """Let `before` see the arguments of each call of an attention module while the block runs, and `after` its output too.
+
+    PyTorch's hooks do not where vLLM runs models of transformers: it calls `forward` of its attention modules.
+    """
+    forward, own = module.forward, vars(module).get("forward")
+
+    def seen(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+        before(args, kwargs)
+        output: Tensor = forward(*args, **kwargs)
+        after(args, kwargs, output)
+        return output
+
+    module.forward = seen
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 class KeptFailure:

@@ -3,8 +3,8 @@
 The query's rows are the last ones that a pass computes anyway: the backend attends for them, and the weights are formed a
 second time, over the K/V that it has stored. Nothing is written to any cache.
 
-The seam is PyTorch's forward hook on the attention modules: their arguments are queries, rotated, and the keys and values of
-the same rows.
+The seam are the calls of the attention modules: their arguments are queries, rotated, and the keys and values of the same
+rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvgraft.graft.row_attention import (
     attend,
     observe,
 )
-from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure
+from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, KeptFailure, calls_seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,13 +134,12 @@ class QueryLook:
         """Call `look` with queries and output of every attention layer of the block's pass."""
         failure = KeptFailure()
 
-        def hook(layer: _LookedAtLayer, _module: object, args: Any, kwargs: Any, output: Tensor) -> None:  # noqa: ANN401
+        def hook(layer: _LookedAtLayer, args: Any, kwargs: Any, output: Tensor) -> None:  # noqa: ANN401
             failure.safely(lambda: look(layer, AttentionInputs.of(layer.layer.module, args, kwargs).query, output))
 
         with ExitStack() as stack:
             for layer in self._layers:
-                handle = layer.layer.module.register_forward_hook(partial(hook, layer), with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.enter_context(calls_seen(layer.layer.module, after=partial(hook, layer)))
             yield
         failure.reraise()
 
