@@ -48,6 +48,7 @@ pytestmark = pytest.mark.slow
 
 HELPERS = {
     "engines/embedded_worker.py",
+    "engines/model_families.py",
     "engines/suite_servers.py",
     "engines/vllm_replicas.py",
     "engines/vllm_server.py",
@@ -116,11 +117,14 @@ COVERED = HELPERS | {
     "engines/agent_traces.py",
     "engines/answers.py",
     "engines/dynamo_selection.py",
+    "engines/fp8_kv.py",
     "engines/idle_connector.py",
+    "engines/families.py",
     "engines/make_model.py",
     "engines/make_smollm2.py",
     "engines/new_text.py",
     "engines/rounds.py",
+    "engines/serve_load.py",
     "engines/sglang_rag.py",
     "engines/sglang_restart.py",
     "engines/sglang_ttft.py",
@@ -128,6 +132,7 @@ COVERED = HELPERS | {
     "engines/two_commits.py",
     "engines/burst_stalls.py",
     "engines/one_text.py",
+    "engines/phase_cost.py",
     "engines/vllm_burst.py",
     "engines/vllm_restart.py",
     "engines/vllm_ttft.py",
@@ -1189,6 +1194,108 @@ class TestEngines:
         assert found["off"]["seconds_sooner_than_off"] == 1
         assert found["wait"]["seconds_sooner_than_off"] == found["wait"]["median_ttft_s_sooner_than_off"] == sooner
         assert (found["void"]["seconds"], found["void"]["shifted"]) == (4 / sooner, 7)
+
+    def test_kv_of_8_bits_are_compared_with_their_own_full_prefill_and_that_with_the_first_type(self, load):
+        """Log-probabilities of two tokens: full prefills of one half and of a quarter, copies that differ or do not."""
+        script = load("engines/fp8_kv.py")
+        half, quarter = np.log([0.5, 0.5]).astype(np.float32), np.log([0.25, 0.75]).astype(np.float32)
+
+        def arrays(full, after):
+            rows = {"prefill": full, "after": after, "before": full, "shifted": 9, "num_tokens": 10}
+            return {name: np.array([value, value]) for name, value in rows.items()}
+
+        found = {"auto": arrays(half, half), "fp8": arrays(quarter, half)}
+        found["fp8"]["shifted"][1] = 0
+        result = script.summary(found, SimpleNamespace(seed=0))
+        table = result["table"]
+        assert (result["n"], result["reused_share"]) == (1, 0.9)
+        assert [table[f"auto {way}"]["kl"] for way in script.WAYS] == [0, 0, 0]
+        assert table["fp8 prefill"]["kl"] == pytest.approx(0.5 * np.log(4 / 3), abs=1e-6)
+        assert table["fp8 after"]["kl"] == pytest.approx(0.25 * np.log(0.5) + 0.75 * np.log(1.5), abs=1e-6)
+        assert (table["fp8 before"]["kl"], table["fp8 after"]["flips"], table["fp8 prefill"]["flips"]) == (0, 1, 1)
+        found["auto"]["shifted"][0] = 0
+        with pytest.raises(SystemExit, match="no prompt has reused tokens"):
+            script.summary(found, SimpleNamespace(seed=0))
+
+    OFF: ClassVar = {3: -0.5, 7: -1.0, 9: -2.0}
+
+    @pytest.mark.parametrize(
+        ("refusal", "copied", "again", "state"),
+        [
+            ("", 390, OFF, "grafts"),
+            ("no", 0, OFF, "stands aside"),
+            ("", 10, OFF, "wrong"),
+            ("", 390, {3: -0.5, 7: -1.01, 9: -2.0}, "wrong"),
+            ("no", 0, {3: -0.6, 7: -1.0}, "wrong"),
+            ("", 390, {11: -0.1}, "wrong"),
+        ],
+    )
+    def test_a_family_is_grafted_only_if_tokens_are_copied_and_the_answer_is_that_of_a_full_prefill(
+        self, load, refusal, copied, again, state
+    ):
+        found = load("engines/families.py").verdict(refusal, "query_seam", copied, self.OFF, again)
+        assert found["state"] == state
+        assert bool(found["reason"]) == (state != "grafts")
+
+    def test_families_are_tried_each_in_a_process_that_may_die(self, load, run, monkeypatch):
+        script = load("engines/families.py")
+        code, printed = run(script, "embedded", "--families", "Qwen3", "DeepSeek V2")
+        found = json.loads(printed)["families"]
+        assert (code, found["Qwen3"]["state"], found["DeepSeek V2"]["state"]) == (0, "grafts", "stands aside")
+        assert "latent attention" in found["DeepSeek V2"]["reason"]
+        monkeypatch.setattr(script, "__file__", "gone.py")
+        died = script.in_a_process("embedded", "Qwen3")
+        assert died["state"] == "does not start"
+        assert "gone.py" in died["reason"]
+
+    def test_the_page_of_models_is_that_of_the_records(self, load, run):
+        code, printed = run(load("engines/families.py"), "page")
+        assert (code, printed) == (0, (BENCHMARKS.parent / "docs/models.md").read_text())
+        assert "wrong" not in printed
+
+    @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "kvgraft serve"])
+    def test_load_is_put_on_both_servers_of_an_engine_and_ends_with_them(self, load, run, monkeypatch, engine):
+        script = load("engines/serve_load.py")
+        started, asked = [], []
+
+        class Server:
+            def __init__(self, engine, variant, site, port):
+                self.url = f"http://127.0.0.1:{port}"
+                words = engine.command(site, variant, port)
+                assert words[len(words) - len(script.MANY[engine.name]) :] == script.MANY[engine.name]
+                started.append(variant)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                started.remove("kvgraft" if "kvgraft" in started else "exact")
+
+        def bench(command, **_):
+            assert started == ["exact", "kvgraft"]
+            asked.append(command)
+            Path(command[command.index("--json") + 1]).write_text(json.dumps({"settings": {}, "runs": [1]}))
+
+        monkeypatch.setattr(script, "EngineServer", Server)
+        monkeypatch.setattr(script.subprocess, "run", bench)
+        monkeypatch.setattr(script, "package_versions", lambda *_: {"numpy": "2"})
+        monkeypatch.setattr(script.Site, "python", lambda *_: "venv/bin/python")
+        code, printed = run(script, engine, "--clients", "1,16", "--requests", 7)
+        result = json.loads(printed)
+        assert (code, started, result["engine"], result["runs"]) == (0, [], engine, [1])
+        (command,) = asked
+        assert [command[i + 1].split("=")[0] for i, word in enumerate(command) if word == "--url"] == ["off", "kvgraft"]
+        assert command[command.index("--clients") + 1] == "1,16"
+
+    def test_values_of_a_step_are_compared_prompt_by_prompt(self, load):
+        script = load("engines/phase_cost.py")
+
+        def replies(*seconds):
+            return [script.Reply(each, 100, 50, "a") for each in seconds]
+
+        found = script.summary({"off": replies(1.0, 2.0, 9.0), "32": replies(1.0, 1.0, 1.0)})
+        assert (found["off"]["sooner"], found["32"]["sooner"], found["32"]["mean_s"]) == (1, 2, 1)
+        assert found["32"]["reused_share"] == 0.5
 
     def test_peers_have_help(self, load, run):
         script = load("peers/peers_ttft.py")

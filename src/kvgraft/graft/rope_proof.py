@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+SHIFTABLE_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """RoPE types with frequencies that do not depend on the length of the prompt, so that a delta rotation is right."""
 
 TOLERANCE = {

@@ -66,3 +66,4 @@ def test_keys_that_are_no_numbers_are_no_proof():
 def test_angles_that_may_depend_on_more_than_the_position_are_refused(parameters, part):
     assert part in refused_rope_parameters(parameters)
     assert refused_rope_parameters({"rope_type": "llama3"}) is None
+    assert refused_rope_parameters({"full": {"rope_type": "proportional"}, "sliding": {"rope_type": "yarn"}}) is None

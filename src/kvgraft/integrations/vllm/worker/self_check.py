@@ -121,6 +121,8 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
         compute = getattr(module, "_compute_inv_freq", None)  # there is no public accessor
         if callable(compute) and hasattr(module, "base"):
             candidates.append(compute(module.base))
+            if isinstance(factor := getattr(module, "scaling_factor", None), int | float):
+                candidates.append(compute(factor))  # what YaRN's takes
         buffer = getattr(
             module, "inv_freq", None
         )  # of transformers' modules, which vLLM runs where it has none of its own
