@@ -1237,6 +1237,11 @@ class TestEngines:
         assert found["state"] == state
         assert bool(found["reason"]) == (state != "grafts")
 
+    @pytest.mark.parametrize("logprob", [float("nan"), -6.93])
+    def test_a_model_that_the_engine_has_not_loaded_whole_says_nothing_about_grafts(self, load, logprob):
+        off = dict.fromkeys(range(5), logprob)
+        assert load("engines/families.py").verdict("", "query_seam", 390, off, off)["state"] == "not tried"
+
     def test_families_are_tried_each_in_a_process_that_may_die(self, load, run, monkeypatch):
         script = load("engines/families.py")
         code, printed = run(script, "embedded", "--families", "Qwen3", "DeepSeek V2")
@@ -1245,7 +1250,7 @@ class TestEngines:
         assert "latent attention" in found["DeepSeek V2"]["reason"]
         monkeypatch.setattr(script, "__file__", "gone.py")
         died = script.in_a_process("embedded", "Qwen3")
-        assert died["state"] == "does not start"
+        assert died["state"] == "not tried"
         assert "gone.py" in died["reason"]
 
     def test_the_page_of_models_is_that_of_the_records(self, load, run):

@@ -24,6 +24,8 @@ def served(request, model_folder):
 @pytest.fixture(scope="module")
 def reference(served, model_folder):
     """The same model in the embedded engine."""
+    if served.family == "olmo2":
+        pytest.skip("vLLM has put operations of its own into transformers' classes of this process")
     return LLM(save_tiny(served.family, model_folder), selection="none", min_run=32, num_slots=4096, dtype="float32")
 
 
