@@ -73,6 +73,7 @@ class SGLangServer:
             "KVGRAFT_STATE_DIR": str(self.state_dir),
             "KVGRAFT_SELECTION": "none",  # whatever is copied stays
             "KVGRAFT_REPAIR_BELOW_MARGIN": "0",  # tiny models are sure of no token
+            "KVGRAFT_PHASE_COST_TOKENS": "32",  # short texts are worth a step to tests
             "KVGRAFT_LOOKUP_DEADLINE_MS": "900000",  # a lookup on a busy machine is no miss
             **(environ or {}),
         }
