@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvgraft.errors import ConfigError
 from kvgraft.graft.drift_estimate import DriftEstimator, KernelRidge, ReusedKV
-from kvgraft.graft.float8 import bounded, is_float8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +67,9 @@ class DriftCorrection:
         rest: tuple[Tensor, Tensor],
         rope: RopeSpec | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the tokens that stay, corrected, in their own dtype; nothing is changed in place.
+        """Return keys and values of the tokens that stay, corrected, nothing is changed in place.
 
-        What is returned may lie in memory of the layout that the next layer overwrites.
+        What is returned has their dtype, float32 if they have 8 bits, and may lie in memory that the next layer overwrites.
 
         Args:
             layout: Runs and positions of the tokens.
@@ -111,6 +110,5 @@ def drift_correction(name: str) -> DriftCorrection | None:
 
 
 def _add(rest: Tensor, shift: Tensor) -> Tensor:
-    """Return the sum, in the memory of the float32 `shift` if `rest` has the same dtype."""
-    corrected = shift.add_(rest.float() if is_float8(rest.dtype) else rest)  # torch adds no 8-bit numbers
-    return bounded(corrected, rest.dtype).to(rest.dtype)
+    """Return the sum, in the memory of the float32 `shift` if `rest` has the same dtype; of 8-bit numbers in float32."""
+    return shift.add_(rest.float()) if rest.itemsize == 1 else shift.add_(rest).to(rest.dtype)

@@ -15,8 +15,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from kvgraft.graft.float8 import bounded
-
 
 class RopePairing(StrEnum):
     """Pairs of channels that are rotated together."""
@@ -70,7 +68,7 @@ _SLICE_ELEMENTS = 1 << 18
 
 
 def rotate_keys(keys: Tensor, shift: RopeShift, pairing: RopePairing, out: Tensor | None = None) -> Tensor:
-    """Return `keys` (num_tokens, num_kv_heads, head_dim) rotated by `shift`, in their own dtype.
+    """Return `keys` (num_tokens, num_kv_heads, head_dim) rotated by `shift`, in their own dtype; those of 8 bits in float32.
 
     The arithmetic is float32; channels beyond the rotary ones pass through. `keys` is not changed.
 
@@ -82,7 +80,7 @@ def rotate_keys(keys: Tensor, shift: RopeShift, pairing: RopePairing, out: Tenso
 
     Complexity: O(num_tokens * num_kv_heads * head_dim).
     """
-    result = torch.empty_like(keys) if out is None else out
+    result = torch.empty_like(keys, dtype=torch.float32 if keys.itemsize == 1 else None) if out is None else out
     num_tokens = len(keys)
     step = num_tokens if keys.device.type != "cpu" else max(1, _SLICE_ELEMENTS // max(1, keys[:1].numel()))
     for start in range(0, num_tokens, max(1, step)):
@@ -105,6 +103,6 @@ def _rotate_into(result: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, pairing
         result.addcmul_(partners, torch.cat((-sin, sin), -1))
     else:
         a, b = keys[..., first].to(torch.float32), keys[..., second].to(torch.float32)
-        result[..., first] = bounded((a * cos).addcmul_(b, sin, value=-1.0), result.dtype)
-        result[..., second] = bounded((b * cos).addcmul_(a, sin), result.dtype)
+        result[..., first] = (a * cos).addcmul_(b, sin, value=-1.0)
+        result[..., second] = (b * cos).addcmul_(a, sin)
         result[..., 2 * half :] = keys[..., 2 * half :]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engines import answer_of, engine, parameters, text
-from kvgraft.graft.rope_proof import TOLERANCE, relative_error
 from kvgraft.graft.select import FirstK
+from kvgraft.integrations.vllm.worker.float8_layer import TOLERANCE, rms_error
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
 from kvgraft.integrations.vllm.worker.space import row_layout, space_of, weights_of
 from kvgraft.integrations.vllm.worker.text_reader import read_block
@@ -98,7 +98,7 @@ def donate_alone(served):
 def errors(block, full):
     """Of the keys and values of each layer."""
     pairs = zip((*block.keys, *block.values), (*full.keys, *full.values), strict=True)
-    return [relative_error(*pair) for pair in pairs]
+    return [rms_error(*pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("mode", ["exact", "off"])

@@ -1,11 +1,13 @@
-"""Scales of 8-bit K/V in a real vLLM: a checkpoint's are taken into account, one per head are refused."""
+"""Scales of 8-bit K/V in a real vLLM, a checkpoint's and one per head, and the measure by which such K/V are compared."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engines import engine, text
 from kvgraft.graft.select import FirstK
+from kvgraft.integrations.vllm.worker.float8_layer import TOLERANCE, rms_error
 
 DOCUMENT = text(5, 700)
 DONOR, PROMPT = text(1, 50) + DOCUMENT + text(3, 40), text(2, 130) + DOCUMENT + text(4, 45)
@@ -46,3 +48,14 @@ def test_scales_per_head_are_refused(model_folder, monkeypatch):
     with engine(model_folder, "llama", kv_cache_dtype="fp8", num_gpu_blocks_override=100) as one:
         one.ask(PROMPT, max_tokens=1)
         assert "a scale per head" in one.worker.refusal
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits_may_be_rounded_and_not_be_others(dtype):
+    numbers = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(2))
+    stored = numbers.to(dtype)
+    flipped = stored.clone().view(torch.uint8)
+    flipped[::20] ^= 1  # the last bit: the number beside it
+    assert 0 < rms_error(flipped.view(dtype), stored) < TOLERANCE[dtype] / 2
+    assert rms_error((numbers * 1.3).to(dtype), stored) > TOLERANCE[dtype]
+    assert rms_error(stored.roll(1, 0), stored) > 4 * 4 * TOLERANCE[dtype]

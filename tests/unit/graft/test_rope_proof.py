@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvgraft.graft.rope import RopePairing, RopeShift, RopeSpec, rotate_keys
-from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, refused_rope_parameters, relative_error
+from kvgraft.graft.rope_proof import find_rotations, refused_rope_parameters, relative_error
 
 POSITIONS = (0, 1, 7, 130)
 TABLE = 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8)
@@ -35,17 +35,6 @@ def test_each_layer_s_own_rotation_is_found(pairing):
 def test_keys_that_nothing_explains_are_far_off():
     noise = torch.randn(len(POSITIONS), 2, 8, generator=torch.Generator().manual_seed(1))
     assert find_rotations([noise], POSITIONS, [TABLE])[1] > 0.1
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_numbers_of_8_bits_may_be_rounded_and_not_be_others(dtype):
-    numbers = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(2))
-    stored = numbers.to(dtype)
-    flipped = stored.clone().view(torch.uint8)
-    flipped[::20] ^= 1  # the last bit: the number beside it
-    assert 0 < relative_error(flipped.view(dtype), stored) < TOLERANCE[dtype] / 2
-    assert relative_error((numbers * 1.3).to(dtype), stored) > TOLERANCE[dtype]
-    assert relative_error(stored.roll(1, 0), stored) > 4 * 4 * TOLERANCE[dtype]
 
 
 def test_keys_that_are_no_numbers_are_no_proof():

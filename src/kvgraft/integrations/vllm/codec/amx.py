@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.graft.float8 import is_float8
+from kvgraft.integrations.vllm.codec.base import is_float8
 from kvgraft.integrations.vllm.codec.cpu import halves, is_cpu_cache
 
 if TYPE_CHECKING:

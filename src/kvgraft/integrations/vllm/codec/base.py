@@ -6,7 +6,13 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this type have 8 bits."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 class KVCodec(Protocol):

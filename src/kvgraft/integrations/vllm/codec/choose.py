@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvgraft.errors import IntegrationError
-from kvgraft.graft.float8 import is_float8
 from kvgraft.graft.words import WORDS
+from kvgraft.integrations.vllm.codec.base import is_float8
 from kvgraft.integrations.vllm.codec.packed import PackedCodec
 from kvgraft.integrations.vllm.codec.scratch import scratch_laid_out_as
 from kvgraft.integrations.vllm.codec.split import SplitCodec

@@ -1,11 +1,13 @@
 """Attention layers with K/V of 8 bits (`--kv-cache-dtype fp8`), which vLLM keeps as bytes, divided by a scale per layer.
 
-What is reused stays as it is stored: values byte by byte, keys rotated and rounded once more. A scale changes with the
-weights alone, and then nothing of before is reused (`weights_witness.py`).
+What is reused stays as it is stored: values byte by byte, keys rotated in float32 and rounded once more. A rotation is
+linear, so the scale takes no part in it. A scale changes with the weights alone, and then nothing of before is reused
+(`weights_witness.py`).
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     from kvgraft.integrations.vllm.codec import KVCodec
+
+
+TOLERANCE = {torch.float8_e4m3fn: 4e-2, torch.float8_e4m3fnuz: 4e-2, torch.float8_e5m2: 8e-2}
+"""Largest `rms_error` between two computations of one text: a rounding costs 2.6 and 5 %."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +55,13 @@ class Float8Layer(AttentionLayer):
         return self.codec.read(cache.view(self.number), slots)
 
     def write(self, cache: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `AttentionLayer`; the engine's own operation would divide by the scale."""
-        self.codec.write(cache.view(self.number), slots, keys, values)
+        """See `AttentionLayer`; wider numbers that are too large become the largest, as in kernels of engines, never NaN."""
+        largest = torch.finfo(self.number).max
+        stored = [
+            part if part.dtype == self.number else part.clamp(-largest, largest).to(self.number)
+            for part in (keys, values)
+        ]
+        self.codec.write(cache.view(self.number), slots, *stored)
 
     def stored(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `AttentionLayer`."""
@@ -87,6 +98,16 @@ def float8_codec(cache: Tensor, module: Any, spec: AttentionSpec) -> KVCodec:  #
 
     numbers = cache.view(float8_type(module))
     return choose_codec(numbers, spec.num_kv_heads, spec.head_size, spec.block_size, write_numbers)
+
+
+def rms_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the root of the mean square of the difference, relative to that of `expected`; infinite if anything is NaN.
+
+    The largest difference says nothing: a number that is rounded to its other neighbour is off by 6 or 12 %, and a few are.
+    """
+    wide = expected.float()
+    error = math.sqrt(float((actual.float() - wide).square().mean() / wide.square().mean().clamp_min(1e-12)))
+    return math.inf if math.isnan(error) else error
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from kvgraft.errors import IntegrationError
 from kvgraft.graft.drift import DriftCorrection
 from kvgraft.graft.drift_estimate import MeanShift
 from kvgraft.graft.drift_layout import DriftRun
-from kvgraft.graft.float8 import bounded, is_float8
 from kvgraft.graft.model import DriftRuns
 from kvgraft.graft.rope import RopeShift, rotate_keys
 from kvgraft.graft.rope_proof import TOLERANCE, find_rotations, relative_error
 from kvgraft.graft.select import Observable
+from kvgraft.integrations.vllm.codec.base import is_float8
 from kvgraft.integrations.vllm.worker.drift_pass import DriftPass
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
 from kvgraft.integrations.vllm.worker.query_look import QueryLook
@@ -58,11 +58,7 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
     Raises:
         IntegrationError: Something could not be proved; says what.
     """
-    dtypes = {layer.dtype for group in rank.groups for layer in group.layers}
-    if unknown := dtypes - TOLERANCE.keys():
-        names = ", ".join(map(str, unknown))
-        raise IntegrationError(f"KV cache of dtype {names} is not supported; use auto, float16, bfloat16 or fp8")
-    tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
+    tolerance = max(_tolerance(layer.dtype) for group in rank.groups for layer in group.layers)
     found = replace(rank, rope=_find_rope(rank, tolerance))
     _check_gaps(found, tolerance)
     if Observable.QUERY_ATTENTION in observes:
@@ -252,8 +248,7 @@ def _move(rank: RankModel, homes: Sequence[GroupKV], positions: np.ndarray) -> N
             if rope is not None:
                 turn = RopeShift.between(torch.zeros_like(at), at, rope.inv_freq)
                 by_keys = rotate_keys(by_keys, turn, rope.pairing)
-            moved = [bounded(old.float() + by, old.dtype) for old, by in ((keys, by_keys), (values, by_values))]
-            place.write(number, moved[0].to(keys.dtype), moved[1].to(values.dtype))
+            place.write(number, keys.float() + by_keys, values.float() + by_values)
 
 
 def _shift_like(tokens: Tensor, generator: torch.Generator) -> Tensor:
@@ -263,12 +258,32 @@ def _shift_like(tokens: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _require_equal(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance: float, what: str) -> None:
-    error = max(relative_error(there, here) for there, here in zip(actual, expected, strict=True))
+    error = max(_error(there, here) for there, here in zip(actual, expected, strict=True))
     if error > tolerance:
         raise IntegrationError(
             f"{what} differ from the whole prompt by {error:.1e} (allowed {tolerance:.0e}); nothing is grafted, "
             "please report model and attention backend"
         )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    if is_float8(dtype):
+        from kvgraft.integrations.vllm.worker.float8_layer import TOLERANCE as COARSE
+
+        return COARSE[dtype]
+    if dtype not in TOLERANCE:
+        raise IntegrationError(
+            f"KV cache of dtype {dtype} is not supported; use auto, float16, bfloat16, float32 or fp8"
+        )
+    return TOLERANCE[dtype]
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    if not is_float8(expected.dtype):
+        return relative_error(actual, expected)
+    from kvgraft.integrations.vllm.worker.float8_layer import rms_error
+
+    return rms_error(actual, expected)
 
 
 def _probe_tokens(rank: RankModel, count: int) -> np.ndarray:
