@@ -1224,7 +1224,7 @@ class TestEngines:
         [
             ("", 390, OFF, "grafts"),
             ("no", 0, OFF, "stands aside"),
-            ("", 10, OFF, "wrong"),
+            ("", 10, OFF, "copies nothing"),
             ("", 390, {3: -0.5, 7: -1.01, 9: -2.0}, "wrong"),
             ("no", 0, {3: -0.6, 7: -1.0}, "wrong"),
             ("", 390, {11: -0.1}, "wrong"),

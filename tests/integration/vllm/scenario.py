@@ -30,13 +30,13 @@ STAGES = {
     "text captured": (f"{WORKER}.graft_worker", "PagedKV"),
     "donor sealed": (f"{WORKER}.donor_store", "DonorStore.seal"),
     "layers described": (f"{WORKER}.graft_worker", "layer_groups"),
-    "scratch blocks": (f"{WORKER}.layers", "AttentionLayer.scratch"),
-    "keys read": (f"{WORKER}.layers", "AttentionLayer.read"),
+    "scratch blocks": (f"{WORKER}.attention_layer", "AttentionLayer.scratch"),
+    "keys read": (f"{WORKER}.attention_layer", "AttentionLayer.read"),
     "rotations found": (f"{WORKER}.self_check", "find_rotations"),
     "gaps compared": (f"{WORKER}.self_check", "_require_equal"),
     "query looked at": (f"{WORKER}.self_check", "QueryLook"),
     "drift looked at": (f"{WORKER}.self_check", "DriftPass"),
-    "layers found": (f"{WORKER}.key_deviation", "DecoderStack.of"),
+    "layers found": (f"{WORKER}.decoder_stack", "DecoderStack.of"),
     "weights looked at": (f"{WORKER}.graft_worker", "WeightsWitness"),
 }
 """Where a rank may fail, by what it does there."""

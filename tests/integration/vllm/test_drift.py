@@ -17,7 +17,7 @@ from kvgraft.graft.sparse_prefill import SparsePrefill
 from kvgraft.graft.steps import QUERY_ROWS
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
 from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-from kvgraft.integrations.vllm.worker.text_reader import read_block
+from kvgraft.integrations.vllm.worker.host_reader import read_block
 
 DOCUMENTS = [text(40, 300), text(41, 170), text(42, 220)]
 HEADS = [text(50, 33), text(51, 64), text(52, 1)]

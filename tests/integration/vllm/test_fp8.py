@@ -11,8 +11,8 @@ from engines import answer_of, engine, parameters, text
 from kvgraft.graft.select import FirstK
 from kvgraft.integrations.vllm.worker.float8_layer import TOLERANCE, rms_error
 from kvgraft.integrations.vllm.worker.graft_job import GraftJob
+from kvgraft.integrations.vllm.worker.host_reader import read_block
 from kvgraft.integrations.vllm.worker.space import row_layout, space_of, weights_of
-from kvgraft.integrations.vllm.worker.text_reader import read_block
 
 HEAD, OTHER_HEAD, QUESTION, OTHER_QUESTION = text(1, 50), text(2, 130), text(3, 40), text(4, 45)
 DOCUMENT = text(5, 700)

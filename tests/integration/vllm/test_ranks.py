@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from kvgraft.integrations.vllm.worker import key_deviation, passes, ranks, sparse_pass
+from kvgraft.integrations.vllm.worker.decoder_stack import DecoderStack
 from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 from kvgraft.reuse.together import FailedTogetherError
 
@@ -71,7 +72,7 @@ def test_tokens_whose_keys_are_compared_too(votes, rank):
     tokens = np.zeros(4, np.int32).view(NoRoom)
     body = SimpleNamespace(embed_input_ids=rank.model)
     prompt = passes.GraftedPrompt(rank, tokens, [home()], None)
-    observed = key_deviation.KeyDeviationPass(prompt, ROWS, key_deviation.DecoderStack(body, None), reused=ROWS)
+    observed = key_deviation.KeyDeviationPass(prompt, ROWS, DecoderStack(body, None), reused=ROWS)
     with pytest.raises(FailedTogetherError):
         ranks.together(lambda: observed._run(ROWS))
     assert votes == [1]

@@ -14,8 +14,8 @@ from kvgraft.graft.select import NoRecompute
 from kvgraft.integrations.vllm.runner import takes_running_back
 from kvgraft.integrations.vllm.worker.graft_worker import GraftWorker
 from kvgraft.integrations.vllm.worker.group_kv import PagedKV
+from kvgraft.integrations.vllm.worker.host_reader import read_block
 from kvgraft.integrations.vllm.worker.passes import GraftPass
-from kvgraft.integrations.vllm.worker.text_reader import read_block
 
 FORCED = 9
 DOCUMENTS = [text(40, 300), text(41, 170), text(42, 220)]

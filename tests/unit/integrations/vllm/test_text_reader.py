@@ -19,8 +19,8 @@ from tests.unit.memory.test_host_store_contract import assert_same
 
 from kvgraft.errors import CapacityError, StoreError
 from kvgraft.integrations.vllm.worker.donor_store import DonorStore
+from kvgraft.integrations.vllm.worker.host_reader import HostReader, fill, layout_of, read_block
 from kvgraft.integrations.vllm.worker.staged_reader import StagedReader
-from kvgraft.integrations.vllm.worker.text_reader import HostReader, fill, layout_of, read_block
 from kvgraft.memory import HostKVStore
 from kvgraft.memory.host_memory import UNIT
 from kvgraft.memory.packed import RowShape

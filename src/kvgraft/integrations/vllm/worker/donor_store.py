@@ -6,7 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvgraft.errors import CapacityError, CorruptCacheError, StoreError
-from kvgraft.integrations.vllm.worker.text_reader import TextCopy, text_reader
+from kvgraft.integrations.vllm.worker.host_reader import TextCopy
+from kvgraft.integrations.vllm.worker.text_reader import text_reader
 from kvgraft.memory.packed import packed
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvgraft.integrations.vllm.messages import TextId
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.text_reader import TextReader
+    from kvgraft.integrations.vllm.worker.host_reader import TextReader
     from kvgraft.memory import HostKVStore
     from kvgraft.memory.block import KVBlock
     from kvgraft.types import DonorId

@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 
 from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.codec import choose_codec
+from kvgraft.integrations.vllm.worker.attention_layer import AttentionLayer, engine_write
 from kvgraft.integrations.vllm.worker.layer_hooks import AttentionInputs, calls_seen
-from kvgraft.integrations.vllm.worker.layers import AttentionLayer, engine_write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

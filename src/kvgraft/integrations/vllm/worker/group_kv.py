@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvgraft.integrations.vllm.worker.layers import AttentionLayer, LayerGroup
+    from kvgraft.integrations.vllm.worker.attention_layer import AttentionLayer
+    from kvgraft.integrations.vllm.worker.layers import LayerGroup
     from kvgraft.integrations.vllm.worker.spans import DonorSpans
 
 _NO_LIMIT = np.iinfo(np.int64).max

@@ -5,12 +5,10 @@ Loaded where such a policy runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvgraft.errors import IntegrationError
 from kvgraft.integrations.vllm.worker.passes import GraftedPrompt, GraftPass
 from kvgraft.integrations.vllm.worker.ranks import summed_over_ranks
 from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
@@ -18,59 +16,12 @@ from kvgraft.integrations.vllm.worker.virtual_batch import RowRuns
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
+    from kvgraft.integrations.vllm.worker.decoder_stack import DecoderStack
 
 CHECK_LAYER = 1
 """The first layer with keys that depend on the text before a token."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderStack:
-    """The layers of a model one by one, for policies that look at the first ones.
-
-    `body` owns the layers and embeds tokens; layers are called as `layer(positions, hidden, residual)`, as those of Llama,
-    Qwen and Gemma models are.
-    """
-
-    body: nn.Module
-    layers: nn.ModuleList
-
-    @classmethod
-    def of(cls, rank: RankModel) -> DecoderStack:
-        """Find the stack with one attention layer in each entry.
-
-        Raises:
-            IntegrationError: There is none.
-        """
-        attention = {id(layer.module) for group in rank.groups for layer in group.layers}
-        for body in rank.model.modules():
-            layers = getattr(body, "layers", None)
-            if (
-                isinstance(layers, torch.nn.ModuleList)
-                and len(layers) == len(attention)
-                and hasattr(body, "embed_input_ids")
-            ):
-                found = [sum(id(part) in attention for part in layer.modules()) for layer in layers]
-                if all(count == 1 for count in found):
-                    return cls(body, layers)
-        raise IntegrationError(
-            "selection 'kv_deviation' runs decoder layers one by one and does not know this model; use 'first_k'"
-        )
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the hidden states that enter the first layer; a collective operation where ranks share the vocabulary."""
-        hidden: Tensor = self.body.embed_input_ids(token_ids)  # type: ignore[operator]
-        return hidden
-
-    def run(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor | None, first: int, stop: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run layers `[first, stop)`; to be called within `RankModel.batch`."""
-        for layer in self.layers[first:stop]:
-            hidden, residual = layer(positions, hidden, residual)
-        return hidden, residual
 
 
 class KeyDeviationPass(GraftPass):

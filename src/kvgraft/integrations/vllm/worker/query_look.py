@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from kvgraft.integrations.vllm.worker.attention_layer import AttentionLayer
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.layers import AttentionLayer
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kvgraft.graft.rope import RopeSpec
+    from kvgraft.integrations.vllm.worker.decoder_stack import DecoderStack
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.key_deviation import DecoderStack
     from kvgraft.integrations.vllm.worker.sparse_pass import RankModel
 
 _PROMPT_TOKENS = 48
@@ -67,9 +67,9 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
         _check_drift(found, tolerance)
     if Observable.KEY_DEVIATION not in observes:
         return found
-    from kvgraft.integrations.vllm.worker.key_deviation import DecoderStack
+    from kvgraft.integrations.vllm.worker.decoder_stack import DecoderStack
 
-    stack = DecoderStack.of(found)
+    stack = DecoderStack.of(found.model, found.groups)
     _check_stack(found, stack, tolerance)
     return replace(found, stack=stack)
 
@@ -119,11 +119,8 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
             candidates.append(compute(module.base))
             if isinstance(factor := getattr(module, "scaling_factor", None), int | float):
                 candidates.append(compute(factor))  # what YaRN's takes
-        buffer = getattr(
-            module, "inv_freq", None
-        )  # of transformers' modules, which vLLM runs where it has none of its own
-        if isinstance(buffer, torch.Tensor) and buffer.ndim == 1:
-            candidates.append(buffer)
+        # Of transformers' modules, which vLLM runs where it has none of its own; one per kind of layers, if these differ.
+        candidates += [buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
         cache = getattr(module, "cos_sin_cache", None)
         if isinstance(cache, torch.Tensor) and cache.ndim == 2 and len(cache) > 1:
             cos, sin = cache[1].float().chunk(2)

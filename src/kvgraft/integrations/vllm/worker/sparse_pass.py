@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvgraft.graft.rope import RopeSpec
+    from kvgraft.integrations.vllm.worker.decoder_stack import DecoderStack
     from kvgraft.integrations.vllm.worker.group_kv import GroupKV
-    from kvgraft.integrations.vllm.worker.key_deviation import DecoderStack
     from kvgraft.integrations.vllm.worker.layers import LayerGroup
 
 

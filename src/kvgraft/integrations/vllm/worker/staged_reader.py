@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvgraft.integrations.vllm.worker.text_reader import TextCopy, TextReader, fill, layout_of
+from kvgraft.integrations.vllm.worker.host_reader import TextCopy, TextReader, fill, layout_of
 from kvgraft.memory.host_memory import HOST_MEMORY
 from kvgraft.memory.packed import PackedLayout, packed
 
