@@ -180,6 +180,7 @@ class ServerSettings:
         environ: Further environment variables.
         kv_events: The value of `--kv-events-config`, or None for none.
         max_model_tokens: Longest sequence, and tokens of an engine step.
+        kv_dtype: Type of K/V, as `--kv-cache-dtype` takes it.
     """
 
     venv: Path
@@ -192,6 +193,7 @@ class ServerSettings:
     environ: Mapping[str, str] = field(default_factory=dict)
     kv_events: Json | None = None
     max_model_tokens: int = MAX_MODEL_TOKENS
+    kv_dtype: str = "auto"
 
     def command(self) -> list[str]:
         """The command line; every prompt fits into one engine step."""
@@ -205,6 +207,7 @@ class ServerSettings:
             "--max-model-len": self.max_model_tokens,
             "--max-num-batched-tokens": self.max_model_tokens,
             "--max-num-seqs": 4,
+            "--kv-cache-dtype": self.kv_dtype,
         }
         command = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
         command += [str(part) for pair in values.items() for part in pair]

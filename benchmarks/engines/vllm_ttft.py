@@ -308,6 +308,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=lengths, default=(1024, 4096, 8192, 16_384), help="tokens, with commas")
     parser.add_argument("--variants", type=names_of(VARIANTS), default=("exact", "none", "first_k", "kv_deviation"))
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds per length")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of vLLM")
     return parser.parse_args()
 
 
@@ -345,7 +346,15 @@ def main() -> int:
     rows: list[Row] = []
     failures: dict[str, str] = {}
     for variant in args.variants:
-        settings = ServerSettings(args.venv, model, args.port, connector_of(variant), args.dtype, args.block_size)
+        settings = ServerSettings(
+            args.venv,
+            model,
+            args.port,
+            connector_of(variant),
+            args.dtype,
+            args.block_size,
+            kv_dtype=args.kv_cache_dtype,
+        )
         try:
             for row in rows_of(variant, settings, args):
                 rows.append(row)  # noqa: PERF402 - rows in front of a failure stay
@@ -358,6 +367,7 @@ def main() -> int:
     result = {
         "engine": package_versions(args.venv, _VERSIONS),
         "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "block_size": args.block_size,
         "rows": [row.as_json() for row in rows],
         "failures": failures,

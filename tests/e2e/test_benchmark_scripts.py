@@ -124,7 +124,6 @@ COVERED = HELPERS | {
     "engines/make_smollm2.py",
     "engines/new_text.py",
     "engines/rounds.py",
-    "engines/serve_load.py",
     "engines/sglang_rag.py",
     "engines/sglang_restart.py",
     "engines/sglang_ttft.py",
@@ -1257,40 +1256,6 @@ class TestEngines:
         code, printed = run(load("engines/families.py"), "page")
         assert (code, printed) == (0, (BENCHMARKS.parent / "docs/models.md").read_text())
         assert "wrong" not in printed
-
-    @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "kvgraft serve"])
-    def test_load_is_put_on_both_servers_of_an_engine_and_ends_with_them(self, load, run, monkeypatch, engine):
-        script = load("engines/serve_load.py")
-        started, asked = [], []
-
-        class Server:
-            def __init__(self, engine, variant, site, port):
-                self.url = f"http://127.0.0.1:{port}"
-                words = engine.command(site, variant, port)
-                assert words[len(words) - len(script.MANY[engine.name]) :] == script.MANY[engine.name]
-                started.append(variant)
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *_):
-                started.remove("kvgraft" if "kvgraft" in started else "exact")
-
-        def bench(command, **_):
-            assert started == ["exact", "kvgraft"]
-            asked.append(command)
-            Path(command[command.index("--json") + 1]).write_text(json.dumps({"settings": {}, "runs": [1]}))
-
-        monkeypatch.setattr(script, "EngineServer", Server)
-        monkeypatch.setattr(script.subprocess, "run", bench)
-        monkeypatch.setattr(script, "package_versions", lambda *_: {"numpy": "2"})
-        monkeypatch.setattr(script.Site, "python", lambda *_: "venv/bin/python")
-        code, printed = run(script, engine, "--clients", "1,16", "--requests", 7)
-        result = json.loads(printed)
-        assert (code, started, result["engine"], result["runs"]) == (0, [], engine, [1])
-        (command,) = asked
-        assert [command[i + 1].split("=")[0] for i, word in enumerate(command) if word == "--url"] == ["off", "kvgraft"]
-        assert command[command.index("--clients") + 1] == "1,16"
 
     def test_values_of_a_step_are_compared_prompt_by_prompt(self, load):
         script = load("engines/phase_cost.py")
