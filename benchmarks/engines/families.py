@@ -7,8 +7,8 @@
 A process per family starts the engine, reads a text behind another one, and asks a prompt that has it at another position:
 with nothing reused, with the engine's defaults, and with everything that was copied computed again. `grafts`: tokens were
 copied, and what was computed over them again is the answer with nothing reused. `stands aside`: a reason was given, and
-answers are the engine's own. `copies nothing`: none was. `wrong`: another answer. `not tried`: the engine does not start with
-the random model. JSON goes to standard output, progress to standard error.
+answers are the engine's own. `copies nothing`: none was. `wrong`: another answer. `not served`: our own engine does not load
+it. `not tried`: the engine does not start with the random model. JSON goes to standard output, progress to standard error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from model_families import FAMILIES, VOCABULARY, write_model
+from vllm_ttft import CONNECTOR
 
 INTRODUCTION = """# Models
 
@@ -33,8 +34,9 @@ Which architectures are grafted, each tried on a tiny random model of it: an eng
 text is read, and a prompt with the same text at another position is asked. *grafts*: tokens were copied, and computing them
 again over the copies gives the answer of a full prefill (log-probabilities within 1e-3). A name in brackets is that of the
 policy where the default cannot look at the question's attention. *exact prefixes*: equal beginnings alone are reused. *stands
-aside*: the server runs as if kvgraft were not there, with the engine's own prefix cache, and says why. *not tried*: the build
-for a CPU does not start with our tiny model of it, which says nothing about the real one. All others were compared.
+aside*: the server runs as if kvgraft were not there, with the engine's own prefix cache, and says why. *not served*: our own
+engine does not load it. *not tried*: the build for a CPU does not start with our tiny model of it, which says nothing about
+the real one. All others were compared.
 
 How much copies change the answers of *trained* models is another question: [fidelity.md](fidelity.md). What does not depend
 on the model is in [limits.md](limits.md). SGLang grafts Llama, Mistral, Qwen2 and Qwen3 (dense); its column waits for a
@@ -45,7 +47,7 @@ Written by `python benchmarks/engines/families.py page` from `families-vllm.json
 RESULTS = Path(__file__).parents[1] / "results"
 ENGINES = {"vllm": "vLLM", "embedded": "`kvgraft serve`"}
 GRAFTS, EXACT, ASIDE, NOTHING = "grafts", "exact prefixes", "stands aside", "copies nothing"
-WRONG, FAILED = "wrong", "not tried"
+WRONG, FAILED, REFUSED = "wrong", "not tried", "not served"
 TIMEOUT_S = 240
 _TOLERANCE = 1e-3
 """Between log-probabilities of two computations of one prompt in float32."""
@@ -94,11 +96,11 @@ def in_a_process(engine: str, name: str) -> dict[str, Any]:
             return {"state": FAILED, "reason": f"no answer in {TIMEOUT_S} s"}
         if into.exists():
             return dict(json.loads(into.read_text()))
-        return {"state": FAILED, "reason": last_error(ended.stderr)}
+        return {"state": FAILED, "reason": first_error(ended.stderr)}
 
 
-def last_error(printed: str) -> str:
-    """Return the line of a traceback that says what went wrong, the first of several: later ones follow from it."""
+def first_error(printed: str) -> str:
+    """Return the line of a traceback that says what went wrong, of several the first: later ones follow from it."""
     lines = [line.removeprefix("[rank0]:").strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): .", line)]
     return (errors or lines[-1:] or ["nothing was printed"])[0][:300]
@@ -151,10 +153,7 @@ def in_vllm(model: str, dtype: str) -> dict[str, Any]:
         max_model_len=2048,
         max_num_seqs=4,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="GraftConnector",
-            kv_connector_module_path="kvgraft.integrations.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"lookup_deadline_ms": 1e9, "repair_below_margin": 0},
+            **CONNECTOR, kv_connector_extra_config={"lookup_deadline_ms": 1e9, "repair_below_margin": 0}
         ),
     )
 
@@ -190,7 +189,7 @@ def embedded(model: str, dtype: str) -> dict[str, Any]:
     try:
         llm = LLM(model, **settings)
     except KVGraftError as error:
-        return {"state": ASIDE, "reason": str(error).splitlines()[0][:300]}
+        return {"state": REFUSED, "reason": str(error).splitlines()[0][:300]}
 
     def first(mode: str, **options: object) -> tuple[dict[int, float], int]:
         with llm.probe(np.array(PROMPT), 2, mode, **options) as probe:

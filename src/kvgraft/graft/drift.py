@@ -67,7 +67,7 @@ class DriftCorrection:
         rest: tuple[Tensor, Tensor],
         rope: RopeSpec | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the tokens that stay, corrected, nothing is changed in place.
+        """Return keys and values of the tokens that stay, corrected; nothing is changed in place.
 
         What is returned has their dtype, float32 if they have 8 bits, and may lie in memory that the next layer overwrites.
 

@@ -43,6 +43,7 @@ def test_a_parameter_that_is_replaced_is_noticed(model):
 def test_another_scale_of_8_bit_keys_or_values_is_noticed_once(model, name):
     for scale in ("_k_scale", "_v_scale"):
         model[3].register_buffer(scale, torch.tensor(1.0))
+    model[3].kv_cache_dtype = "fp8"
     witness = WeightsWitness(model)
     assert not witness.has_changed()
     getattr(model[3], name).fill_(0.5)

@@ -85,8 +85,8 @@ def float8_type(module: Any) -> torch.dtype:  # noqa: ANN401 - vLLM's Attention
     return torch.float8_e5m2 if name == "fp8_e5m2" else current_platform.fp8_dtype()
 
 
-def float8_codec(cache: Tensor, module: Any, spec: AttentionSpec) -> KVCodec:  # noqa: ANN401
-    """Prove the layout of a layer as `choose_codec` does.
+def float8_codec(numbers: Tensor, module: Any, spec: AttentionSpec) -> KVCodec:  # noqa: ANN401
+    """Prove the layout of a layer, whose cache is seen as `numbers`, as `choose_codec` does.
 
     The engine gets a little more than the numbers that it should store, so that it does whether it rounds or cuts off.
     """
@@ -94,9 +94,8 @@ def float8_codec(cache: Tensor, module: Any, spec: AttentionSpec) -> KVCodec:  #
 
     def write_numbers(keys: Tensor, values: Tensor, into: Tensor, slots: Tensor) -> None:
         new_keys, new_values = (keys.float() * by_keys).to(module.dtype), (values.float() * by_values).to(module.dtype)
-        engine_write(module, new_keys, new_values, into.view(cache.dtype), slots)
+        engine_write(module, new_keys, new_values, into.view(torch.uint8), slots)
 
-    numbers = cache.view(float8_type(module))
     return choose_codec(numbers, spec.num_kv_heads, spec.head_size, spec.block_size, write_numbers)
 
 

@@ -107,12 +107,14 @@ def _layer(
     codecs: dict[tuple[object, ...], KVCodec],
 ) -> AttentionLayer:
     spec = _in_blocks_of(cache, spec)
+    layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
     if cache.dtype == torch.uint8:
         from kvgraft.integrations.vllm.worker.float8_layer import Float8Layer, float8_codec, float8_type
 
-        codec = float8_codec(cache, module, spec)
-        return Float8Layer(name, module, cache, spec, codec, float8_type(module))
-    layout = (type(module.impl), tuple(cache.shape), cache.stride(), cache.dtype, spec.block_size)
+        number = float8_type(module)
+        if (layout, number) not in codecs:
+            codecs[layout, number] = float8_codec(cache.view(number), module, spec)
+        return Float8Layer(name, module, cache, spec, codecs[layout, number], number)
     if layout not in codecs:
         store = partial(engine_write, module)
         codecs[layout] = choose_codec(cache, spec.num_kv_heads, spec.head_size, spec.block_size, store)

@@ -59,7 +59,7 @@ def checked(rank: RankModel, observes: Collection[Observable], *, corrects: bool
         IntegrationError: Something could not be proved; says what.
     """
     tolerance = max(_tolerance(layer.dtype) for group in rank.groups for layer in group.layers)
-    found = replace(rank, rope=_find_rope(rank, tolerance))
+    found = replace(rank, rope=_find_rope(rank))
     _check_gaps(found, tolerance)
     if Observable.QUERY_ATTENTION in observes:
         _check_look(found, tolerance)
@@ -131,7 +131,7 @@ def inverse_frequencies(model: nn.Module) -> list[Tensor]:
     return tables
 
 
-def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]:
+def _find_rope(rank: RankModel) -> tuple[RopeSpec | None, ...]:
     """Find the rotation that explains each layer's keys."""
     limit = rank.vllm_config.model_config.max_model_len
     size = max(group.block_size for group in rank.groups)
@@ -139,6 +139,7 @@ def _find_rope(rank: RankModel, tolerance: float) -> tuple[RopeSpec | None, ...]
     keys = _lone_token_keys(rank, positions)
     tables = [table.to(rank.device) for table in inverse_frequencies(rank.model)]
     specs, worst = find_rotations(keys, positions, tables)
+    tolerance = max(_tolerance(layer_keys.dtype) for layer_keys in keys)
     if worst > tolerance:
         raise IntegrationError(
             f"keys moved by the model's rotary embedding are off by {worst:.1e} (allowed {tolerance:.0e}); "

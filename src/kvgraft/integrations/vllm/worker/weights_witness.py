@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _ELEMENTS = 16
-_SCALES = ("_k_scale", "_v_scale")
-"""Buffers of vLLM's attention layers, from a checkpoint or from the first batch."""
 
 
 class WeightsWitness:
@@ -34,8 +32,7 @@ class WeightsWitness:
         self._held = [
             (module, name)
             for module in model.modules()
-            for name in (*(name for name, _ in module.named_parameters(recurse=False)), *_SCALES)
-            if hasattr(module, name)
+            for name in (*(name for name, _ in module.named_parameters(recurse=False)), *_scales(module))
         ]
         self._seen = self._look()
 
@@ -55,6 +52,11 @@ class WeightsWitness:
             if parameter is not None and parameter.numel():
                 samples[parameter.device, parameter.dtype].append(_spread(parameter))
         return tuple(torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values())
+
+
+def _scales(module: nn.Module) -> tuple[str, ...]:
+    """Return the buffers that scale a layer's K/V, from a checkpoint or from the first batch; vLLM has them in all layers."""
+    return ("_k_scale", "_v_scale") if str(getattr(module, "kv_cache_dtype", "")).startswith("fp8") else ()
 
 
 def _spread(parameter: Tensor) -> Tensor:
